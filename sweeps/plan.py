@@ -1,0 +1,203 @@
+"""What a sweep would do, cell by cell, before anything starts or costs. Imports no torch; one query to the store.
+
+Actions: ``run``, ``skip`` (done), ``resume`` (from a checkpoint), ``wait`` (claimed by someone else), ``refuse`` (with the reason).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from linear_core.evaluate.scores import TaskSpec
+from linear_core.models import BaseModel, resolve
+from sweeps import cost, queries, retries
+from sweeps.cell import Cell, Placement
+from sweeps.cost import GIB, Machine
+from sweeps.grids import Sweep, pin
+from sweeps.store import Store
+from sweeps.weights import why_not_at_hand
+
+ACTIONS = ("run", "resume", "skip", "wait", "refuse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanItem:
+    """One cell with what will happen to it. ``tasks`` are those still to be measured, with the keys of their scores."""
+
+    cell: Cell
+    key: str
+    action: str
+    reason: str = ""
+    train: bool = False  # False: published, only scores are missing
+    tasks: tuple[tuple[TaskSpec, str], ...] = ()
+    resume_tokens: int = 0
+    seconds: float = 0.0
+    memory: float = 0.0  # bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        recipe = self.cell.recipe
+        return {
+            "key": self.key, "action": self.action, "reason": self.reason, "label": self.cell.label,
+            "base": self.cell.base, "is_base": self.cell.is_base, "mechanism": recipe.mechanism,
+            "budget": None if self.cell.is_base else recipe.budget, "adaptation": recipe.adaptation,
+            "seed": self.cell.seed, "train": self.train, "tasks": [task.label for task, _ in self.tasks],
+            "resume_tokens": self.resume_tokens, "seconds": round(self.seconds, 1), "memory_gib": round(self.memory / GIB, 2),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All cells of a pinned sweep. ``refusal`` says why the whole plan must not start; "" when it may."""
+
+    sweep: Sweep
+    items: tuple[PlanItem, ...]
+    machine: Machine
+    placement: Placement
+    refusal: str = ""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        found = Counter(item.action for item in self.items)
+        return {action: found[action] for action in ACTIONS}
+
+    @property
+    def to_do(self) -> tuple[PlanItem, ...]:
+        return tuple(item for item in self.items if item.action in ("run", "resume"))
+
+    @property
+    def seconds(self) -> float:
+        """Device time of all that is to do, one device each, start-up of each base model's process included."""
+        groups = {item.cell.base for item in self.to_do}
+        return sum(item.seconds for item in self.to_do) + cost.START_SECONDS * len(groups)
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.seconds * self.placement.num_gpus / 3600
+
+    @property
+    def cost(self) -> float | None:
+        return None if self.machine.price is None else self.gpu_hours * self.machine.price
+
+    def to_dict(self) -> dict[str, Any]:
+        sources = zip(self.sweep.tasks, self.sweep.task_sources)
+        return {
+            "sweep": self.sweep.name, "cells": [item.to_dict() for item in self.items], "counts": self.counts,
+            "tasks": [{"task": task.label, "source": s.source, "reason": s.reason} for task, s in sources],
+            "left_out": [{"combination": label, "reason": reason} for label, reason in self.sweep.left_out],
+            "device_hours": round(self.seconds / 3600, 4), "gpu_hours": round(self.gpu_hours, 4), "cost": self.cost,
+            "refusal": self.refusal,
+        }  # fmt: skip
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
+
+
+def make_plan(
+    sweep: Sweep,
+    store: Store,
+    machine: Machine | None = None,
+    placement: Placement | None = None,
+    *,
+    max_gpu_hours: float | None = None,
+) -> Plan:
+    """Decide every cell of a sweep (pinned here when it is not yet). ``placement``: one GPU where there is one, unless given.
+
+    Raises ValueError as ``pin`` does; everything else wrong is a refused cell or ``Plan.refusal``.
+    """
+    machine = machine or Machine.detect()
+    placement = placement or Placement(num_gpus=min(1, machine.num_gpus))
+    sweep = pin(sweep)
+    states, scored = queries.overview(store)
+    decide = _Decider(sweep, machine, placement, states, scored, queries.measurements(store))
+    items = tuple(decide(cell) for cell in sweep.cells)
+    plan = Plan(sweep=sweep, items=items, machine=machine, placement=placement)
+    return Plan(sweep=sweep, items=items, machine=machine, placement=placement, refusal=_refusal(plan, max_gpu_hours))
+
+
+class _Decider:
+    """Decides cell after cell; looks things up once per base model."""
+
+    def __init__(
+        self, sweep: Sweep, machine: Machine, placement: Placement, states: Any, scored: set[str], measured: Any
+    ):
+        self.sweep, self.machine, self.placement = sweep, machine, placement
+        self.states, self.scored, self.measured = states, scored, measured
+        self.bases: dict[str, BaseModel] = {base: resolve(base) for base in sweep.bases}
+        revisions = {cell.base: cell.revision for cell in sweep.cells}
+        self.missing = {
+            base: why_not_at_hand(model, revisions[base]) if machine.is_here else ""
+            for base, model in self.bases.items()
+        }
+        self.wanted = [(i, source.reason == "") for i, source in enumerate(sweep.task_sources)]
+
+    def __call__(self, cell: Cell) -> PlanItem:
+        key = cell.train_key
+        state = self.states.get(key) or queries.CellState()
+        keys = self.sweep.score_keys(cell)
+        tasks = tuple(keys[i] for i, available in self.wanted if available and keys[i][1] not in self.scored)
+        train = not cell.is_base and not state.published
+        item = {"cell": cell, "key": key, "train": train, "tasks": tasks}
+        if not train and not tasks:
+            return PlanItem(**item, action="skip", reason="nothing to measure" if not keys else "done")
+        if state.holder:
+            return PlanItem(**item, action="wait", reason=f"claimed by {state.holder}")
+        item |= {"seconds": self._seconds(cell, train, tasks, state.resume_tokens), "memory": self._memory(cell)}
+        if reason := self._why_not(cell, state):
+            return PlanItem(**item, action="refuse", reason=reason)
+        if train and state.resume_tokens:
+            reason = f"from token {state.resume_tokens:,}"
+            return PlanItem(**item, action="resume", reason=reason, resume_tokens=state.resume_tokens)
+        return PlanItem(**item, action="run", reason="" if train or cell.is_base else "trained; scores are missing")
+
+    def _why_not(self, cell: Cell, state: queries.CellState) -> str:
+        if self.placement.num_gpus > self.machine.num_gpus:
+            return f"wants {self.placement.num_gpus} GPUs, this machine has {self.machine.num_gpus}"
+        if reason := self.missing[cell.base]:
+            return reason
+        if reason := retries.exhausted(state.failures, state.last_reason):
+            return f"{reason}; golinear retry {cell.train_key} runs it again"
+        if cell.train is None:
+            return ""
+        on_gpu = self.placement.device.startswith("cuda")
+        available = self.machine.gpu_memory * max(1, self.placement.num_gpus) if on_gpu else self.machine.memory
+        needed = cost.minimum_memory(self.bases[cell.base].shape, cell.recipe, cell.train, self.placement)
+        if available and needed > available:
+            where = f"{max(1, self.placement.num_gpus)} × {self.machine.gpu}" if on_gpu else "this machine"
+            return f"needs {needed / GIB:.1f} GiB at least, {where} has {available / GIB:.1f}"
+        return ""
+
+    def _memory(self, cell: Cell) -> float:
+        shape = self.bases[cell.base].shape
+        if cell.train is None:
+            return shape.num_parameters * (2.0 if self.placement.device.startswith("cuda") else 4.0)
+        return cost.train_memory(shape, cell.recipe, cell.train, self.placement)
+
+    def _seconds(self, cell: Cell, train: bool, tasks: Any, resume_tokens: int) -> float:
+        shape = self.bases[cell.base].shape
+        seconds = sum(cost.task_seconds(shape, task, self.machine) for task, _ in tasks)
+        if train and cell.train is not None:
+            rate = self.measured.get(cost.throughput_name(self.machine, cell))
+            rate = rate or cost.tokens_per_second(shape, cell.train, self.machine, self.placement)
+            seconds += max(0, cell.train.tokens - resume_tokens) / rate
+        return seconds
+
+
+def _refusal(plan: Plan, max_gpu_hours: float | None) -> str:
+    """Why the whole plan may not start."""
+    refused = [item for item in plan.items if item.action == "refuse"]
+    if refused and not plan.to_do:
+        return f"all {len(refused)} cells that are left are refused: {refused[0].reason}"
+    if max_gpu_hours is not None and plan.gpu_hours > max_gpu_hours:
+        return f"needs {plan.gpu_hours:.2f} GPU-hours, max_gpu_hours is {max_gpu_hours:g}"
+    if plan.machine.is_here:
+        needed = sum(_disk(plan, item) for item in plan.to_do if item.train)
+        if needed > plan.machine.disk_free:
+            return f"needs {needed / GIB:.1f} GiB of disk, {plan.machine.disk_free / GIB:.1f} are free"
+    return ""
+
+
+def _disk(plan: Plan, item: PlanItem) -> float:
+    """New parameters, published once and in two checkpoints with Adam's two moments, and 1 MiB of scores and curves."""
+    return cost.new_parameters(resolve(item.cell.base).shape, item.cell.recipe) * 4.0 * (1 + 2 * 3) + (1 << 20)

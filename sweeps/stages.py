@@ -1,0 +1,215 @@
+"""Convert, train and evaluate one cell: plain functions on a folder, for Ray, a notebook or a shell alike.
+
+A ``Bench`` is what a worker keeps between cells: the base model, loaded once, linearized in place for one cell after
+another and restored in between. Files of a folder: cell.json, recipe.json, provenance.json, new_parameters.safetensors,
+curve.jsonl, checkpoints/, scores/<task>.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from linear_core.evaluate.scores import Score, TaskSpec
+from sweeps.cell import Cell, Placement, slug
+from sweeps.provenance import provenance
+
+log = logging.getLogger(__name__)
+PARAMETERS = "new_parameters.safetensors"
+Progress = Callable[[dict[str, Any]], None]  # {"stage", "done", "total", "unit", …}
+
+
+class Bench:
+    """A worker's base model and tokenizer on a device, and which cell it is linearized for at the moment.
+
+    Not for threads. ``device``: cpu, cuda, cuda:0. Loading raises as ``linear_core.models.load`` does.
+    """
+
+    def __init__(self, device: str = "cpu"):
+        self.device = device
+        self.base = ""
+        self.model: Any = None
+        self.tokenizer: Any = None
+        self.train_key = ""  # of the cell whose new parameters the model carries; "" when it is the base model
+
+    def base_model(self, name: str) -> Any:
+        """The unconverted model, loaded when it is another than before, restored in place when it is linearized."""
+        from linear_core.models import load, load_tokenizer
+
+        if self.base != name:
+            self.model = self.tokenizer = None
+            self.base = ""
+            self.model, self.tokenizer = load(name, device=self.device), load_tokenizer(name)
+            self.base = name
+        elif self.train_key:
+            from linear_core.convert import unconvert
+
+            unconvert(self.model)
+        self.train_key = ""
+        return self.model
+
+    def fresh(self, cell: Cell) -> Any:
+        """The model linearized for a cell, new parameters at their start values (drawn from the cell's seed)."""
+        from linear_core.convert import convert
+
+        model = self.base_model(cell.base)
+        if not cell.is_base:
+            self.train_key = "started " + cell.train_key
+            convert(model, cell.recipe, seed=cell.seed)
+        return model
+
+    def trained(self, cell: Cell, folder: Path) -> Any:
+        """The model with a cell's trained parameters: as the training left it, else read from the cell's folder."""
+        from linear_core.convert import load_new_parameters
+
+        if cell.is_base:
+            return self.base_model(cell.base)
+        if self.train_key != cell.train_key:
+            load_new_parameters(self.fresh(cell), folder / PARAMETERS)
+            self.train_key = cell.train_key
+        self.model.eval()
+        return self.model
+
+
+def convert(cell: Cell, folder: Path, bench: Bench) -> dict[str, Any]:
+    """Linearize the base model for a cell; writes cell.json and recipe.json.
+
+    Returns {"new_parameters": number, "seconds": …}. Raises ValueError as ``linear_core.convert.convert`` does.
+    """
+    started = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "cell.json", {"train_key": cell.train_key, "inputs": cell.inputs, "cell": cell.to_dict()})
+    write_json(folder / "recipe.json", cell.recipe.to_dict())
+    model = bench.fresh(cell)
+    return {"new_parameters": _count_new(cell, model), "seconds": time.perf_counter() - started}
+
+
+def _count_new(cell: Cell, model: Any) -> int:
+    from linear_core.convert import new_parameters
+
+    return 0 if cell.is_base else sum(p.numel() for p in new_parameters(model).values())
+
+
+def train(
+    cell: Cell,
+    folder: Path,
+    bench: Bench,
+    placement: Placement | None = None,
+    *,
+    on_progress: Progress | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> dict[str, Any]:
+    """Train a cell's new parameters, from the newest checkpoint in the folder if there is one.
+
+    Writes new_parameters.safetensors, curve.jsonl and provenance.json; returns the provenance (commit, versions,
+    hardware, seconds, tokens per second, …). Raises ValueError for the base model, and as ``linear_core.train.train``.
+    """
+    from linear_core import data
+    from linear_core import train as trainer
+
+    if cell.train is None:
+        raise ValueError(f"{cell.label} is the base model: there is nothing to train")
+    placement = placement or Placement(device=bench.device)
+    started = time.perf_counter()
+    model = bench.model if bench.train_key == "started " + cell.train_key else bench.fresh(cell)
+    tokens = data.open_tokens(placement.source, bench.tokenizer, base=cell.base, device=bench.device)
+    result = trainer.train(
+        model, cell.train, tokens, folder=folder, seed=cell.seed, on_progress=on_progress, should_stop=should_stop,
+        micro_batch=placement.micro_batch,
+    )  # fmt: skip
+    bench.train_key = cell.train_key
+    found = provenance(bench.device) | {
+        "new_parameters": _count_new(cell, model),
+        "train_seconds": time.perf_counter() - started,
+        "placement": dataclasses.asdict(placement),
+        "training": dataclasses.asdict(result),
+    }
+    write_json(folder / "provenance.json", found)
+    return found
+
+
+def evaluate(
+    cell: Cell,
+    folder: Path,
+    bench: Bench,
+    tasks: Iterable[TaskSpec],
+    *,
+    on_score: Callable[[TaskSpec, list[Score]], None] | None = None,
+    on_progress: Progress | None = None,
+) -> tuple[list[Score], dict[str, BaseException]]:
+    """Measure a trained cell (or the base model) task by task; each task's scores are written and handed on at once.
+
+    Returns all scores and, by task label, the exception of every task that failed: one costs only itself.
+    Out-of-memory and lost claims are raised at once, since the tasks after them would fail alike.
+    """
+    from linear_core.evaluate.run import evaluate_task
+
+    model = bench.trained(cell, folder)
+    todo, scores, failed = list(tasks), [], {}
+    for number, task in enumerate(todo):
+        if on_progress:
+            on_progress({"stage": "evaluate", "task": task.label, "done": number, "total": len(todo), "unit": "tasks"})
+        try:
+            found = evaluate_task(model, bench.tokenizer, task, device=bench.device)
+        except Exception as error:
+            if _is_fatal(error):
+                raise
+            log.exception("%s on %s failed", task.label, cell.label)
+            failed[task.label] = error
+            continue
+        write_json(folder / "scores" / f"{slug(task.label)}.json", [score.to_dict() for score in found])
+        scores += found
+        if on_score:
+            on_score(task, found)
+    return scores, failed
+
+
+def _is_fatal(error: BaseException) -> bool:
+    from sweeps.retries import cause_of
+
+    return cause_of(error) == "oom" or "CUDA error" in str(error)
+
+
+def adopt_checkpoints(earlier: Iterable[Path], folder: Path) -> bool:
+    """Copy checkpoints and curve of the newest earlier attempt that has any, so that training goes on from there.
+
+    The earlier folder is left alone: its process may not be dead yet. True when something was found.
+    """
+    for source in earlier:
+        if source != folder and any((source / "checkpoints").glob("*")):
+            shutil.copytree(source / "checkpoints", folder / "checkpoints", dirs_exist_ok=True)
+            if (source / "curve.jsonl").exists():
+                shutil.copy2(source / "curve.jsonl", folder / "curve.jsonl")
+            return True
+    return False
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Atomic: a reader sees the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1, default=str, ensure_ascii=False))
+    partial.replace(path)
+
+
+@contextmanager
+def log_tail(folder: Path, *, level: int = logging.INFO) -> Iterator[Path]:
+    """Keep what is logged meanwhile in ``folder/log.txt``, for ``golinear logs``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "log.txt"
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setLevel(level)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield path
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()

@@ -1,0 +1,218 @@
+"""What is done and who is at work: claims, attempts and published results in one SQL database. Imports no torch.
+
+Exactly-once effect from at-least-once execution. A claim is a row with a fence that only grows; it is taken, taken over
+and renewed by one conditional statement on the database's clock. An attempt writes its own folder; publishing is one
+transaction that checks the fence. Only what is published is a result.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from linear_core.evaluate.scores import Score
+from sweeps import schema
+from sweeps.blobs import Blobs
+from sweeps.cell import Cell
+from sweeps.home import database_url
+
+EXPIRES_AFTER = 60.0  # seconds without renewal until another may take a claim over
+RENEW_EVERY = 20.0
+
+
+class ClaimLost(RuntimeError):
+    """The claim is held by someone else or has expired: stop, and publish nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """The right to work on a cell until it expires, and the attempt that works."""
+
+    key: str
+    holder: str
+    fence: int
+    attempt: int
+
+    @property
+    def blob(self) -> str:
+        return f"{self.key}/{self.attempt}"
+
+
+def new_holder() -> str:
+    """A name for this process as claim holder: host, process id and a random part."""
+    return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+
+
+class Store:
+    """Claims, attempts, results and scores. ``clock`` replaces the database's clock in simulations.
+
+    Raises ValueError for a database that is not supported.
+    """
+
+    def __init__(self, url: str | None = None, *, blobs: str | None = None, clock: Callable[[], float] | None = None):
+        self.url = url or database_url()
+        self.engine = schema.open_engine(self.url)
+        self.blobs = Blobs(blobs)
+        self._clock = clock
+
+    @property
+    def now(self) -> sa.ColumnElement[float]:
+        if self._clock is not None:
+            return sa.literal(self._clock(), sa.Float)
+        return schema.now(self.engine.dialect.name)
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self.url, "blobs": self.blobs.url}  # travels to workers as its addresses
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["url"], blobs=state["blobs"])  # type: ignore[misc]
+
+    # claims and attempts
+
+    def claim(self, key: str, holder: str) -> Claim | None:
+        """Take a free, released or expired claim and open an attempt; None when someone else holds it.
+
+        Attempts of the key that were still running belong to a dead holder: they become ``lost``.
+        """
+        table = schema.claims
+        insert = (sqlite if self.engine.dialect.name == "sqlite" else postgresql).insert(table)
+        take = insert.values(key=key, holder=holder, fence=1, expires_at=self.now + EXPIRES_AFTER)
+        take = take.on_conflict_do_update(
+            index_elements=[table.c.key],
+            set_={"holder": holder, "fence": table.c.fence + 1, "expires_at": self.now + EXPIRES_AFTER},
+            where=table.c.expires_at <= self.now,
+        )
+        with self.engine.begin() as connection:
+            fence = connection.execute(take.returning(table.c.fence)).scalar()
+            if fence is None:
+                return None
+            connection.execute(
+                sa.update(schema.attempts)
+                .where(schema.attempts.c.key == key, schema.attempts.c.state == "running")
+                .values(
+                    state="lost", cause="preempted", reason="its claim expired and was taken over", ended_at=self.now
+                )
+            )
+            row = {"key": key, "fence": fence, "holder": holder, "state": "running", "started_at": self.now}
+            attempt = connection.execute(
+                sa.insert(schema.attempts).values(row).returning(schema.attempts.c.id)
+            ).scalar_one()
+        return Claim(key=key, holder=holder, fence=fence, attempt=attempt)
+
+    def renew(self, claim: Claim) -> None:
+        """Keep a claim for another ``EXPIRES_AFTER`` seconds. Raises ClaimLost when it is gone."""
+        with self.engine.begin() as connection:
+            self._check(connection, claim)
+
+    def _check(self, connection: sa.Connection, claim: Claim, *, keep: float = EXPIRES_AFTER) -> None:
+        """The fence check of every write: one conditional UPDATE, which also renews (or, with keep=0, releases)."""
+        table = schema.claims
+        mine = sa.and_(table.c.key == claim.key, table.c.holder == claim.holder, table.c.fence == claim.fence)
+        expires = self.now + keep if keep else sa.literal(0.0)
+        done = connection.execute(
+            sa.update(table).where(mine, table.c.expires_at > self.now).values(expires_at=expires)
+        )
+        if done.rowcount != 1:
+            raise ClaimLost(f"claim on {claim.key} (fence {claim.fence}) is lost: it expired or was taken over")
+
+    def note(self, claim: Claim, *, tokens: int | None = None, tracking_run: str | None = None) -> None:
+        """Record how far the newest checkpoint is, or the attempt's MLflow run; renews. Raises ClaimLost."""
+        values = {k: v for k, v in {"tokens": tokens, "tracking_run": tracking_run}.items() if v is not None}
+        with self.engine.begin() as connection:
+            self._check(connection, claim)
+            connection.execute(sa.update(schema.attempts).where(schema.attempts.c.id == claim.attempt).values(values))
+
+    def publish(self, claim: Claim, cell: Cell, provenance: dict[str, Any]) -> None:
+        """Make this attempt the result of its cell: upload its files, then one transaction that checks the fence.
+
+        Raises ClaimLost when the claim is gone (nothing is published), ValueError when the cell is not the claim's or
+        the key is already published from other inputs.
+        """
+        if cell.train_key != claim.key:
+            raise ValueError(f"claim is on {claim.key}, but the cell is {cell.train_key}")
+        blob = self.blobs.put(claim.blob)
+        with self.engine.begin() as connection:
+            self._check(connection, claim)
+            stored = connection.execute(
+                sa.select(schema.results.c.inputs).where(schema.results.c.key == claim.key)
+            ).scalar()
+            if stored is not None:
+                _same_inputs(claim.key, stored, cell.inputs)
+                return
+            row = {"key": claim.key, "attempt": claim.attempt, "inputs": cell.inputs, "blob": blob}
+            connection.execute(
+                sa.insert(schema.results).values({**row, "published_at": self.now, "provenance": provenance})
+            )
+
+    def put_scores(self, claim: Claim, score_key: str, found: Iterable[Score]) -> None:
+        """Store one task's scores, the moment it ends. A later measurement under the same key replaces a missing one only.
+
+        Raises ClaimLost as ``publish`` does.
+        """
+        table = schema.scores
+        with self.engine.begin() as connection:
+            self._check(connection, claim)
+            connection.execute(sa.delete(table).where(table.c.score_key == score_key, table.c.value.is_(None)))
+            kept = set(connection.execute(sa.select(table.c.metric).where(table.c.score_key == score_key)).scalars())
+            for score in found:
+                if score.metric not in kept:
+                    small = {k: v for k, v in score.to_dict().items() if k != "details"}
+                    row = {"score_key": score_key, "metric": score.metric, "key": claim.key, "value": score.value}
+                    connection.execute(sa.insert(table).values({**row, "score": small, "stored_at": self.now}))
+
+    def finish(self, claim: Claim) -> None:
+        """The attempt is done; its claim is free. Raises ClaimLost when it was not ours any more."""
+        self._end(claim, state="done")
+
+    def fail(
+        self, claim: Claim, cause: str, reason: str, *, traceback: str = "", log_tail: str = "", counted: bool = True
+    ) -> None:
+        """Record why an attempt failed and free its claim. Raises ClaimLost when it was not ours any more."""
+        state = "cancelled" if cause == "cancelled" else "failed"
+        texts = {"reason": reason[:2000], "traceback": traceback[-20000:], "log_tail": log_tail[-20000:]}
+        self._end(claim, state=state, cause=cause, counted=counted, **texts)
+
+    def _end(self, claim: Claim, **values: Any) -> None:
+        with self.engine.begin() as connection:
+            self._check(connection, claim, keep=0.0)
+            connection.execute(
+                sa.update(schema.attempts)
+                .where(schema.attempts.c.id == claim.attempt)
+                .values(**values, folder=claim.blob, ended_at=self.now)
+            )
+
+    # reading
+
+    def read(self, statement: sa.Executable) -> list[Any]:
+        """Rows of a SELECT, without taking the write lock."""
+        with self.engine.connect().execution_options(read_only=True) as connection:
+            return list(connection.execute(statement).all())
+
+    def folder(self, claim: Claim) -> Path:
+        """The attempt's own folder on this machine."""
+        return self.blobs.folder(claim.blob)
+
+    def published_folder(self, key: str) -> Path:
+        """The files of a published cell on this machine, fetched when needed. Raises KeyError when it is not published."""
+        blob = self.read(sa.select(schema.results.c.blob).where(schema.results.c.key == key))
+        if not blob:
+            raise KeyError(f"{key} is not published")
+        return self.blobs.fetch(blob[0].blob)
+
+
+def _same_inputs(key: str, stored: dict[str, Any], mine: dict[str, Any]) -> None:
+    from sweeps.cell import canonical
+
+    if canonical(stored) != canonical(mine):
+        raise ValueError(f"{key} is published from other inputs than this cell's: {stored!r}, not {mine!r}")

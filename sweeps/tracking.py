@@ -1,0 +1,228 @@
+"""MLflow in one place: one parent run a sweep, one child run a cell. Imports mlflow only inside functions.
+
+The store is migrated and the experiment made once (``prepare``) before anything fans out. Runs are ended explicitly by
+``MlflowClient``; nothing depends on an active run of a thread or process. What is true stands in the store, not here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from linear_core.evaluate.scores import Score
+from sweeps.cell import Cell
+from sweeps.home import home, tracking_uri
+
+log = logging.getLogger(__name__)
+MAX_PARAM, MAX_TAG = 6000, 8000  # characters that MLflow keeps; longer values are cut by it without a word
+PAGE = 1000
+
+
+def prepare(experiment: str, *, uri: str | None = None) -> Tracker:
+    """Migrate the store, make the experiment (restored when it was deleted), and return a tracker for it.
+
+    Call once, in one process, before workers start. Raises ValueError when the tracking server cannot be reached.
+    """
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    uri = uri or tracking_uri()
+    location = None
+    if uri.startswith("sqlite:"):
+        database = Path(uri.removeprefix("sqlite:///"))
+        database.parent.mkdir(parents=True, exist_ok=True)
+        location = (home() / "mlflow-artifacts").as_uri()
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    try:
+        found = client.get_experiment_by_name(experiment)
+        if found is None:
+            experiment_id = client.create_experiment(
+                experiment, artifact_location=location and f"{location}/{_file(experiment)}"
+            )
+        else:
+            experiment_id = found.experiment_id
+            if found.lifecycle_stage == "deleted":
+                client.restore_experiment(experiment_id)
+    except MlflowException as error:
+        raise ValueError(f"MLflow at {uri} cannot be used: {error}") from error
+    return Tracker(uri, experiment_id)
+
+
+class Tracker:
+    """Runs of one experiment. Small and picklable: workers make their own client from its address."""
+
+    def __init__(self, uri: str, experiment_id: str):
+        self.uri, self.experiment_id = uri, experiment_id
+        self._client: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"uri": self.uri, "experiment_id": self.experiment_id, "_client": None}
+
+    @property
+    def client(self) -> Any:
+        if self._client is None:
+            import mlflow
+
+            self._client = mlflow.MlflowClient(tracking_uri=self.uri)
+        return self._client
+
+    def start_sweep(self, name: str, sweep_id: str, *, tags: Mapping[str, str] | None = None, note: str = "") -> str:
+        """The parent run of a sweep; the one that is there already when it goes on. Returns its id."""
+        known = list(self.search(f"tags.kind = 'sweep' and tags.sweep_id = '{sweep_id}'"))
+        if known:
+            run_id = known[0].info.run_id
+            self.client.update_run(run_id, status="RUNNING")
+        else:
+            run_id = self.client.create_run(
+                self.experiment_id, run_name=name, tags={"kind": "sweep", "sweep_id": sweep_id}
+            ).info.run_id
+        self.set_tags(run_id, {**(tags or {}), **({"mlflow.note.content": note} if note else {})})
+        return run_id
+
+    def start_cell(self, parent: str, cell: Cell, *, sweep_id: str = "", tags: Mapping[str, str] | None = None) -> str:
+        """A child run for one attempt at a cell: every axis a flat parameter, the whole configuration an artifact."""
+        own = {"kind": "cell", "train_key": cell.train_key, "sweep_id": sweep_id, "mlflow.parentRunId": parent}
+        run_id = self.client.create_run(self.experiment_id, run_name=cell.label, tags=own).info.run_id
+        self.log_params(run_id, cell_params(cell))
+        self.set_tags(run_id, tags or {})
+        self.client.log_dict(run_id, {"train_key": cell.train_key, "inputs": cell.inputs}, "cell.json")
+        return run_id
+
+    def log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
+        """Parameters, whole: a value over MLflow's length goes to an artifact of its name instead of being cut."""
+        from mlflow.entities import Param
+
+        short = []
+        for name, value in params.items():
+            text = str(value)
+            if len(text) > MAX_PARAM:
+                self.client.log_text(run_id, text, f"params/{_file(name)}.txt")
+                text = f"see params/{_file(name)}.txt"
+            short.append(Param(metric_name(name), text))
+        for start in range(0, len(short), 100):
+            self.client.log_batch(run_id, params=short[start : start + 100])
+
+    def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Tags; a text that MLflow would cut ends in an ellipsis and is kept whole as an artifact."""
+        for name, value in tags.items():
+            text = str(value)
+            if len(text) > MAX_TAG:
+                self.client.log_text(run_id, text, f"tags/{_file(name)}.txt")
+                text = text[: MAX_TAG - 1] + "…"
+            self.client.set_tag(run_id, name, text)
+
+    def log_curve(self, run_id: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Training curve: ``train/<name>`` of every number in a row, step = tokens seen. Non-finite values are left out."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(f"train/{metric_name(name)}", float(value), now, int(row["tokens_seen"]))
+            for row in rows
+            for name, value in row.items()
+            if name not in ("tokens_seen", "step") and _is_number(value)
+        ]
+        for start in range(0, len(metrics), 1000):
+            self.client.log_batch(run_id, metrics=metrics[start : start + 1000])
+
+    def log_scores(self, run_id: str, scores: Iterable[Score], *, step: int = 0) -> None:
+        """``eval/<task>/<metric>`` of every score with a value; all of them, reasons and details too, as scores/<task>.json."""
+        from mlflow.entities import Metric
+
+        found = list(scores)
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(f"eval/{metric_name(score.task.label)}/{metric_name(score.metric)}", float(score.value), now, step)
+            for score in found
+            if score.value is not None and _is_number(score.value)
+        ]
+        if metrics:
+            self.client.log_batch(run_id, metrics=metrics)
+        by_task: dict[str, list[dict[str, Any]]] = {}
+        for score in found:
+            by_task.setdefault(score.task.label, []).append(score.to_dict())
+        for label, rows in by_task.items():
+            self.client.log_text(run_id, json.dumps(rows, indent=1, default=str), f"scores/{_file(label)}.json")
+
+    def log_files(self, run_id: str, folder: Path, names: Iterable[str]) -> None:
+        """Files of a cell's folder as artifacts; those that are not there are left out."""
+        for name in names:
+            if (folder / name).exists():
+                self.client.log_artifact(run_id, str(folder / name))
+
+    def log_text(self, run_id: str, text: str, name: str) -> None:
+        self.client.log_text(run_id, text, name)
+
+    def end(self, run_id: str, status: str = "FINISHED", reason: str = "") -> None:
+        """FINISHED, FAILED or KILLED, with the reason as tag and note."""
+        if reason:
+            self.set_tags(run_id, {"reason": reason, "mlflow.note.content": reason})
+        self.client.set_terminated(run_id, status=status)
+
+    def search(self, query: str = "", *, page: int = PAGE) -> Iterator[Any]:
+        """All runs that match, however many: page by page."""
+        token = None
+        while True:
+            found = self.client.search_runs([self.experiment_id], query, max_results=page, page_token=token)
+            yield from found
+            token = found.token
+            if not token:
+                return
+
+    def end_orphans(self, live: Iterable[str]) -> list[str]:
+        """End every cell run that still says RUNNING without a live attempt (``live``: their run ids) as KILLED.
+
+        Called before planning. Returns the ids that were ended.
+        """
+        alive = set(live)
+        ended = []
+        for run in self.search("attributes.status = 'RUNNING' and tags.kind = 'cell'"):
+            if run.info.run_id not in alive:
+                self.end(run.info.run_id, "KILLED", "its process died without ending the run; the cell runs again")
+                ended.append(run.info.run_id)
+        return ended
+
+
+def cell_params(cell: Cell) -> dict[str, Any]:
+    """Every axis of a cell as a flat parameter, in words that read well in MLflow's compare page."""
+    recipe = cell.recipe
+    params: dict[str, Any] = {
+        "base": cell.base,
+        "revision": cell.revision,
+        "mechanism": recipe.mechanism,
+        "seed": cell.seed,
+    }
+    if cell.train is None:
+        return params
+    params |= {"budget": recipe.budget} | {k: v for k, v in recipe.to_dict().items() if k != "mechanism"}
+    params |= cell.train.to_dict() | {
+        "learning_rate": cell.train.peak_learning_rate(recipe.adaptation),
+        "data": cell.data,
+    }
+    return params
+
+
+def metric_name(name: str) -> str:
+    """A name that MLflow takes, one to one with ``plain_name``: ``@`` reads `` at ``, other characters outside
+    ``[A-Za-z0-9_./-]`` are written in hex: ``niah_single_1@512`` → ``niah_single_1 at 512``, ``acc,none`` → ``acc:2c:none``."""
+    spelled = re.sub(r"[^A-Za-z0-9_./@-]", lambda match: f":{match[0].encode().hex()}:", name)
+    return spelled.replace("@", " at ")
+
+
+def plain_name(name: str) -> str:
+    """The inverse of ``metric_name``."""
+    return re.sub(r":([0-9a-f]+):", lambda match: bytes.fromhex(match[1]).decode(), name.replace(" at ", "@"))
+
+
+def _file(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name).strip(".") or "_"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

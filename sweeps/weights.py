@@ -1,0 +1,57 @@
+"""Whether a base model's weights can be had here, asked once per model. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from linear_core.models import BaseModel
+
+
+def why_not_at_hand(model: BaseModel, revision: str) -> str:
+    """Why the weights are neither here nor to be had from the hub, and what to do; "" when they are.
+
+    A folder must hold safetensors; a hub model must be in the local cache or the hub be reachable, with a token if gated.
+    """
+    if model.is_folder:
+        if any(Path(model.source).glob("*.safetensors")):
+            return ""
+        return f"weights not available: {model.source} has no .safetensors file"
+    if revision != "unresolved":
+        return ""
+    if model.gated and not _has_token():
+        return f"weights not available: {model.source} is gated; accept its licence on the hub and set HF_TOKEN"
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return f"weights not available: {model.source} is not in the local cache and HF_HUB_OFFLINE is set"
+    if not hub_reachable():
+        return f"weights not available: {model.source} is not in the local cache and the hub cannot be reached; give a folder"
+    return ""
+
+
+def _has_token() -> bool:
+    cache_root = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    return bool(os.environ.get("HF_TOKEN")) or (cache_root / "token").exists()
+
+
+@cache
+def hub_reachable(seconds: float = 1.5) -> bool:
+    """Whether the hub's host takes a connection, name look-up included, within ``seconds``."""
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    port = url.port or (443 if url.scheme == "https" else 80)
+    reached = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((url.hostname or "", port), timeout=seconds).close()
+        except OSError:
+            return
+        reached.set()
+
+    thread = threading.Thread(target=connect, daemon=True)  # a name look-up cannot be given a time limit
+    thread.start()
+    thread.join(seconds)
+    return reached.is_set()
