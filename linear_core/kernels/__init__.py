@@ -1,0 +1,12 @@
+"""The two state updates behind every mechanism, each in four forms that agree.
+
+    from linear_core.kernels import gated_delta_rule, gated_linear_attention, l2_normalise
+
+``reference`` is the slow token loop that defines the result, ``chunked`` plain PyTorch for any device, ``step`` one
+token, ``fla`` the Triton kernels of flash-linear-attention. Layout [B, T, H, ·]; the state is float32 [B, H, K, V].
+"""
+
+from linear_core.kernels.norm import l2_normalise
+from linear_core.kernels.ops import IMPLEMENTATIONS, gated_delta_rule, gated_linear_attention
+
+__all__ = ["IMPLEMENTATIONS", "gated_delta_rule", "gated_linear_attention", "l2_normalise"]

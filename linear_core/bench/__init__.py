@@ -1,0 +1,1 @@
+"""Measurements that stand behind the documents: agreement of the forms, speed and memory against full attention."""

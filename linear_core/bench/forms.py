@@ -1,0 +1,184 @@
+"""Do all forms of a state update give the same outputs, states and gradients? A table of errors against the token loop.
+
+    python -m linear_core.bench.forms --device cuda --output results/forms.json
+    python -m linear_core.bench.forms --device cpu --tiny
+
+Errors are relative RMSE against the token loop in float64 on the same (rounded) inputs. Exits 1 when one is too large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linear_core.bench.report import show
+from linear_core.kernels import gated_delta_rule, gated_linear_attention
+
+
+def _linear(q, k, v, log_decay, beta, state, form):
+    return gated_linear_attention(q, k, v, None, state=state, scale=0.5, implementation=form)
+
+
+def _gated(q, k, v, log_decay, beta, state, form):
+    return gated_linear_attention(q, k, v, log_decay, state=state, scale=0.5, implementation=form)
+
+
+def _delta(q, k, v, log_decay, beta, state, form):
+    return gated_delta_rule(q, k, v, log_decay, beta, state=state, scale=0.5, implementation=form)
+
+
+RULES = {"linear_attention": _linear, "gated_linear_attention": _gated, "gated_delta_rule": _delta}
+GATES = ("usual", "near 0", "near 1", "both")
+NAMES = ("q", "k", "v", "log_decay", "beta", "state")
+# Gradients smaller than this (root mean square, of order 1 elsewhere) are compared absolutely: 0 has no relative error.
+SMALLEST = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison: heads query heads over kv_heads (0: as many); size is K, and V too unless value_size says other."""
+
+    rule: str
+    tokens: int
+    heads: int
+    size: int
+    kv_heads: int = 0
+    value_size: int = 0
+    gates: str = "usual"
+    with_state: bool = False
+    batch: int = 2
+
+    @property
+    def groups(self) -> int:
+        return self.kv_heads or self.heads
+
+
+def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q [B, T, H, K], k and v [B, T, G, ·] of ``dtype``; log_decay, beta and state [B, H, K, V] float32.
+
+    ``gates``: usual (sigmoid of a normal), or one in five near 0 (−30 and −1e4), near 1 (0), or both. Where they are
+    not usual there are also zero vectors, one-hot keys with β → 1, and masked tokens. The same at every call.
+    """
+    random = torch.Generator().manual_seed(case.tokens * 1000 + case.heads * 10 + case.size)
+    B, T, H, G, K, V = case.batch, case.tokens, case.heads, case.groups, case.size, case.value_size or case.size
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    q, k, v = F.normalize(normal(B, T, H, K), dim=-1), F.normalize(normal(B, T, G, K), dim=-1), normal(B, T, G, V)
+    log_decay, beta = F.logsigmoid(normal(B, T, H, K) + 1), torch.sigmoid(normal(B, T, H))
+    if case.gates != "usual":
+        lot = torch.rand(B, T, H, K, generator=random)
+        if case.gates in ("near 0", "both"):
+            log_decay = log_decay.where(lot > 0.2, torch.tensor(-30.0)).where(lot > 0.1, torch.tensor(-1e4))
+        if case.gates in ("near 1", "both"):
+            log_decay = log_decay.where(lot < 0.8, torch.tensor(0.0))
+        token = torch.arange(T)
+        one_hot = F.one_hot(token % K, K).float().view(1, T, 1, K).expand_as(k)
+        k = torch.where((token % 5 == 1).view(1, T, 1, 1), one_hot, k)
+        beta = torch.where((token % 5 == 1).view(1, T, 1), 1 - 1e-6, beta)
+        q, k = (torch.where((token % 7 == shift).view(1, T, 1, 1), 0.0, x) for x, shift in ((q, 2), (k, 3)))
+        masked = (token % 9 == 4).view(1, T, 1, 1)
+        k, v, log_decay = (torch.where(masked, 0.0, x) for x in (k, v, log_decay))
+        beta = torch.where(masked[..., 0], 0.0, beta)
+    state = normal(B, H, K, V) / K**0.5
+    return tuple(x.to(device, dtype) for x in (q, k, v)) + tuple(x.to(device) for x in (log_decay, beta, state))
+
+
+def evaluate(case: Case, form: str, given: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Output, final state, and the gradient of their weighted sum in every input that the rule uses (d_q, d_k, …)."""
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    q, k, v, log_decay, beta, state = leaves
+    k, v = (x.repeat_interleave(case.heads // case.groups, dim=2) for x in (k, v))
+    out, end = RULES[case.rule](q, k, v, log_decay, beta, state if case.with_state else None, form)
+    total = (out.to(weights[0].dtype) * weights[0]).sum() + (end.to(weights[1].dtype) * weights[1]).sum()
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    return {"out": out, "state": end} | {f"d_{n}": g for n, g in zip(NAMES, grads) if g is not None}
+
+
+def compare(case: Case, form: str, *, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Relative RMSE of one form against the token loop in float64: {"out", "state", "d_q", …}; inf where not finite."""
+    given = inputs(case, device, dtype)
+    random = torch.Generator().manual_seed(1)
+    value_size = case.value_size or case.size
+    shapes = (case.batch, case.tokens, case.heads, value_size), (case.batch, case.heads, case.size, value_size)
+    weights = [torch.randn(shape, generator=random).to(device) for shape in shapes]
+    wanted = evaluate(case, "reference", [x.double() for x in given], [x.double() for x in weights])
+    got = evaluate(case, form, given, weights)
+    return {name: _error(got[name], wanted[name]) for name in wanted if name in got}
+
+
+def _error(got: Tensor, wanted: Tensor) -> float:
+    got, wanted = got.detach().double(), wanted.detach()
+    if not torch.isfinite(got).all():
+        return float("inf")
+    smallest = SMALLEST * wanted.numel() ** 0.5
+    return float((got - wanted).norm() / wanted.norm().clamp_min(smallest))
+
+
+def tolerance(name: str, device: str, dtype: torch.dtype) -> float:
+    """Allowed error: float32 1e-5, on CUDA 5e-3 (tf32 products); bfloat16 1e-2, for gate and β gradients 3e-2."""
+    if dtype == torch.float32:
+        return 5e-3 if device.startswith("cuda") else 1e-5
+    return 3e-2 if name in ("d_log_decay", "d_beta") else 1e-2
+
+
+def cases(tiny: bool) -> Iterator[Case]:
+    """All combinations the project promises; ``tiny`` keeps a few of each kind."""
+    lengths = (1, 65) if tiny else (1, 7, 63, 64, 65, 100, 257)
+    for rule, tokens, gates, with_state in itertools.product(RULES, lengths, GATES, (False, True)):
+        yield Case(rule=rule, tokens=tokens, heads=3, size=64, gates=gates, with_state=with_state)
+    for rule, (heads, kv_heads), size in itertools.product(RULES, ((1, 1), (9, 3), (8, 2), (8, 1)), (64, 128)):
+        if not tiny or size == 64:
+            yield Case(rule=rule, tokens=100, heads=heads, kv_heads=kv_heads, size=size, gates="both", with_state=True)
+    for size in (64,) if tiny else (64, 128):  # hedgehog: its values carry a column of ones
+        yield Case(rule="linear_attention", tokens=100, heads=2, size=size, value_size=size + 1, with_state=True)
+
+
+def run(device: str, *, tiny: bool = False, dtypes: Sequence[torch.dtype] = ()) -> list[dict[str, Any]]:
+    """Compare every fast form with the token loop. One row a rule, form, dtype and kind of gate: its worst errors."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    fast = "fla" if device.startswith("cuda") else "chunked"
+    for dtype, case in itertools.product(dtypes or (torch.float32, torch.bfloat16), cases(tiny)):
+        for form in (fast, "step") if case.tokens == 1 else (fast,):
+            labels = {"rule": case.rule, "form": form, "dtype": str(dtype).removeprefix("torch."), "gates": case.gates}
+            row = rows.setdefault(tuple(labels.values()), labels | {"cases": 0, "too_large": ""})
+            row["cases"] += 1
+            for name, error in compare(case, form, device=device, dtype=dtype).items():
+                row[name] = max(error, row.get(name, 0.0))
+                if error > tolerance(name, device, dtype):
+                    shape = f"T={case.tokens} H={case.heads}/{case.groups} D={case.size}"
+                    row["too_large"] = f"{name} {shape}{' with a state' if case.with_state else ''}"
+    quantities = ("out", "state", *(f"d_{name}" for name in NAMES))
+    return [
+        {k: row[k] for k in ("rule", "form", "dtype", "gates", "cases")}
+        | {k: row.get(k) for k in quantities}
+        | {"too_large": row["too_large"] or "none"}
+        for _, row in sorted(rows.items())
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison and show it. Returns 0 when every error is allowed."""
+    parser = argparse.ArgumentParser(prog="python -m linear_core.bench.forms", description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="a few cases of each kind")
+    parser.add_argument("--output", help="write the rows as JSON")
+    options = parser.parse_args(argv)
+    rows = run(options.device, tiny=options.tiny)
+    failed = [row for row in rows if row["too_large"] != "none"]
+    within = f"{len(rows) - len(failed)} of {len(rows)} rows within tolerance"
+    title = f"forms against the token loop on {options.device}: {within}"
+    show(title, rows, device=options.device, output=options.output)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""Which form of a state update runs: CUDA → fla, one token → step, else chunked; or one by name.
+
+Shape letters: B batch, T tokens, H heads, K key features, V value features.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from linear_core.kernels import chunked, fla, reference, step
+
+Implementation = Literal["reference", "chunked", "step", "fla"]
+IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "step": step, "fla": fla}
+
+
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    *,
+    state: Tensor | None = None,
+    scale: float = 1.0,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention with a decay per channel (recipe 3: hedgehog, gla, kgla).
+
+    S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_tᵀ,   o_t = scale · q_tᵀ S_t
+
+    q, k: [B, T, H, K]. v: [B, T, H, V]. log_decay: [B, T, H, K] ≤ 0, or None for no decay. state: [B, H, K, V]
+    float32, or None for zeros; it is not changed. Returns (o [B, T, H, V] in v's dtype, the state after the last
+    token in float32). A token with k = log_decay = 0 leaves the state bit for bit. Raises ValueError on shapes that
+    do not fit and on an unknown implementation.
+    """
+    _check(q, k, v, log_decay, None, state)
+    form = _choose(q, implementation)
+    return form.gated_linear_attention(q, k, v, log_decay, state, scale)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor,
+    *,
+    state: Tensor | None = None,
+    scale: float = 1.0,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule with a decay per channel (recipe 3: gdn; Kimi Delta Attention, arXiv 2510.26692).
+
+    S̄_t = diag(exp(log_decay_t)) S_{t-1},   S_t = S̄_t + β_t k_t (v_t − S̄_tᵀ k_t)ᵀ,   o_t = scale · q_tᵀ S_t
+
+    Shapes as in ``gated_linear_attention``; beta: [B, T, H] in [0, 1], k of norm ≤ 1, log_decay not None. A token
+    with k = β = log_decay = 0 leaves the state bit for bit. Raises ValueError on shapes that do not fit.
+    """
+    if log_decay is None:
+        raise ValueError("gated_delta_rule needs log_decay [B, T, H, K]; pass zeros for no decay")
+    _check(q, k, v, log_decay, beta, state)
+    form = _choose(q, implementation)
+    return form.gated_delta_rule(q, k, v, log_decay, beta, state, scale)
+
+
+def _choose(q: Tensor, implementation: Implementation | None):
+    """The module that holds the form. T = 1 is a step on every device: no kernel beats one read of the state."""
+    if implementation is None:
+        implementation = "step" if q.shape[1] == 1 else "fla" if q.is_cuda else "chunked"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not known; allowed: {', '.join(IMPLEMENTATIONS)}")
+    return IMPLEMENTATIONS[implementation]
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor | None
+) -> None:
+    batch, tokens, heads, size = q.shape
+    fine = (
+        tokens > 0
+        and k.shape == q.shape
+        and v.shape[:3] == q.shape[:3]
+        and (log_decay is None or log_decay.shape == q.shape)
+        and (beta is None or beta.shape == q.shape[:3])
+        and (state is None or state.shape == (batch, heads, size, v.shape[-1]))
+    )
+    if not fine:
+        given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items() if x is not None)
+        raise ValueError(
+            f"shapes do not fit: {shapes}; wanted q, k, log_decay [B, T, H, K], v [B, T, H, V], beta [B, T, H], "
+            "state [B, H, K, V], T > 0"
+        )
