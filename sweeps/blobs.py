@@ -1,4 +1,4 @@
-"""Files of published attempts by name, in a local folder or at any fsspec URL (``s3://…``). Holds blobs, never locks."""
+"""Files of published attempts by name, in a folder or at any fsspec URL (``s3://…``). Holds blobs, never locks."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class Placement:
 class Cell:
     """Base model × recipe × training × data × seed. ``train=None`` is the unconverted base model itself.
 
-    ``revision`` (of the weights) and ``data`` (fingerprint of the training text) are empty until ``grids.pin`` has looked
-    them up; a key of a cell that is not pinned raises ValueError.
+    ``revision`` (of the weights) and ``data`` (fingerprint of the training text) are empty until ``grids.pin`` has
+    looked them up; a key of a cell that is not pinned raises ValueError.
     """
 
     base: str
@@ -120,7 +120,7 @@ class Cell:
         return key_of(self.label, self.inputs)
 
     def score_key(self, task: TaskSpec, *, source: str = "", harness: str = "") -> str:
-        """Key of one task's scores on this cell: train_key + task + where its data came from + the harness that ran it."""
+        """Key of one task's scores on this cell: train_key + task + where its data came from + harness version."""
         inputs = {
             "train_key": self.train_key,
             "task": task.canonical(),
@@ -179,7 +179,7 @@ def canonical(value: Any, where: str = "value") -> Any:
 
 
 def digest(inputs: dict[str, Any]) -> str:
-    """16 hex of sha256 over the canonical form: compact JSON, keys sorted, floats by repr (shortest form that reads back)."""
+    """16 hex of sha256 over the canonical form: compact JSON, keys sorted, floats by repr."""
     text = json.dumps(canonical(inputs), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

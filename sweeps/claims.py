@@ -48,6 +48,6 @@ class Heartbeat:
 
 @contextmanager
 def holding(store: Store, claim: Claim) -> Iterator[threading.Event]:
-    """``with holding(store, claim) as lost:`` renews in the background; ``lost.is_set`` is a stage's ``should_stop``."""
+    """``with holding(store, claim) as lost:`` renews meanwhile; ``lost.is_set`` is a stage's ``should_stop``."""
     with Heartbeat(store, claim) as beat:
         yield beat.lost

@@ -69,7 +69,7 @@ class Machine:
 
     @classmethod
     def parse(cls, text: str) -> Machine:
-        """``here`` → ``detect()``; ``8xh200`` → that many of a known GPU, elsewhere. Raises ValueError with what is known."""
+        """``here`` → ``detect()``; ``8xh200`` → so many of a known GPU, elsewhere. Raises ValueError otherwise."""
         if text in ("", "here"):
             return cls.detect()
         match = re.fullmatch(r"(?:(\d+)\s*[x×])?\s*([a-z0-9]+)", text.strip().lower())

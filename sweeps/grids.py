@@ -1,16 +1,15 @@
 """What to run: grids are pure functions that return frozen values. Imports no torch.
 
-``ablation`` is the general grid; a published table is a call of it. Combinations that mean nothing are left out with
-the reason kept (``Sweep.left_out``). ``pin`` looks up what identity needs from the outside: the revision of the weights,
-the content of the training text, the source and harness of each task.
+``ablation`` is the general grid, and every published table is a call of it; ``GRIDS`` names them all. Each takes base
+models and, by keyword, any axis of ``ablation`` to put in place of its own. Combinations that mean nothing are left out
+with the reason kept (``Sweep.left_out``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from linear_core.evaluate.scores import TaskSpec
@@ -18,88 +17,50 @@ from linear_core.recipe import MERGES, Recipe, parse_budget
 from linear_core.settings import TrainSettings
 from sweeps import parameters
 from sweeps.cell import Cell
+from sweeps.sweep import Sweep, TaskSource, join, pin, task_source, with_tasks
 
+__all__ = ["GRIDS", "Sweep", "TaskSource", "ablation", "join", "known_models", "pin", "task_source", "with_tasks"]
 
-@dataclass(frozen=True, kw_only=True)
-class TaskSource:
-    """Where a task's data comes from and which harness scores it: part of a score's identity."""
-
-    source: str = ""
-    harness: str = ""
-    reason: str = ""  # why it cannot run here, and how to get it; "" when it can
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """A named list of cells, base models first, and the tasks each is measured on."""
-
-    name: str
-    cells: tuple[Cell, ...]
-    tasks: tuple[TaskSpec, ...] = ()
-    left_out: tuple[tuple[str, str], ...] = ()  # (combination, why it means nothing)
-    source: str = "auto"  # of the training text
-    task_sources: tuple[TaskSource, ...] = ()  # one per task, once pinned
-
-    @property
-    def pinned(self) -> bool:
-        return len(self.task_sources) == len(self.tasks) and all(
-            cell.revision and (cell.is_base or cell.data) for cell in self.cells
-        )
-
-    @property
-    def bases(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(cell.base for cell in self.cells))
-
-    def score_keys(self, cell: Cell) -> tuple[tuple[TaskSpec, str], ...]:
-        """Each task with the key of its scores on this cell. The sweep must be pinned."""
-        return tuple(
-            (task, cell.score_key(task, source=source.source, harness=source.harness))
-            for task, source in zip(self.tasks, self.task_sources, strict=True)
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "cells": [cell.to_dict() for cell in self.cells]}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Sweep:
-        return cls(
-            name=data["name"],
-            cells=tuple(Cell.from_dict(cell) for cell in data["cells"]),
-            tasks=tuple(TaskSpec(**task) for task in data["tasks"]),
-            left_out=tuple((str(a), str(b)) for a, b in data["left_out"]),
-            source=data["source"],
-            task_sources=tuple(TaskSource(**source) for source in data["task_sources"]),
-        )
+Words = str | Sequence[str]
+PAPER_8B = ("llama3.1-8b", "qwen3-8b-base")
+QWEN3 = ("qwen3-0.6b-base", "qwen3-1.7b-base", "qwen3-4b-base", "qwen3-8b-base", "qwen3-14b-base", "qwen3-32b")
+REASONING = "piqa,arc_easy,arc_challenge,hellaswag,winogrande,mmlu"
+SEVEN = f"{REASONING},lambada_openai"
+S_NIAH = "niah_single_1@4096,niah_single_2@4096,niah_single_3@4096"
+RULER_8 = ",".join(
+    f"{task}@4096"
+    for task in ("niah_multikey_1", "niah_multiquery", "niah_multivalue", "cwe", "fwe", "qa_hotpot", "qa_squad", "vt")
+)
 
 
 def ablation(
-    models: str | Sequence[str],
-    mechanisms: str | Sequence[str] = ("gla", "gdn"),
-    budgets: str | Sequence[str] = ("56+8",),
-    adaptations: str | Sequence[str] = ("none",),
+    models: Words,
+    mechanisms: Words = ("gla", "gdn"),
+    budgets: Words = ("56+8",),
+    adaptations: Words = ("none",),
     seeds: str | int | Sequence[int] = (1,),
     *,
-    tasks: str | Sequence[str] | Sequence[TaskSpec] = (),
-    merges: str | Sequence[str] = ("",),
-    softmax_layers: str | Sequence[str] = ("none",),
+    tasks: Words | Sequence[TaskSpec] = (),
+    merges: Words = "",
+    softmax_layers: Words = "none",
     train: TrainSettings | None = None,
     recipe: dict[str, Any] | None = None,
     source: str = "auto",
     name: str = "ablation",
 ) -> Sweep:
-    """Every combination of the axes, with the base models in front.
+    """Mechanisms × budgets × adaptations × seeds on base models, each measured against its base model.
 
-    Lists may come in any spelling of ``parameters.items``. ``merges``: "" is the mechanism's own. ``train``: the paper's
-    unless given. ``recipe``: further fields of Recipe for all cells (gate_bias, …). Raises ValueError naming what is
-    allowed for an unknown model, mechanism, budget, adaptation, merge; an impossible combination is left out instead.
+    Lists may come in any spelling of ``parameters.items``. ``merges``: "" is the mechanism's own. ``train``: the
+    paper's unless given. ``recipe``: further fields of Recipe for all cells (gate_bias, …). Raises ValueError naming
+    what is allowed for an unknown word; a combination that is impossible is left out instead.
     """
     train = train or TrainSettings()
     axes = {
         "mechanism": _checked(mechanisms, "mechanisms", lambda word: Recipe(mechanism=word, window=1, sinks=0)),
         "budget": _checked(budgets, "budgets", parse_budget),
         "adaptation": _checked(adaptations, "adaptations", lambda word: Recipe(adaptation=word)),
-        "merge": [""] if merges in ("", ("",), [""]) else _checked(merges, "merges", _known_merge),
-        "softmax_layers": _layer_choices(softmax_layers),
+        "merge": _checked(merges, "merges", _known_merge) if merges else [""],
+        "softmax_layers": [softmax_layers] if isinstance(softmax_layers, str) else list(softmax_layers),
     }
     cells: list[Cell] = []
     left_out: list[tuple[str, str]] = []
@@ -115,22 +76,17 @@ def ablation(
                 continue
             if made.mechanism != "softmax":
                 cells += [Cell(base=base, recipe=made, train=train, seed=seed) for seed in repeats]
-    specs = tasks if _are_specs(tasks) else parameters.tasks(tasks)
     return Sweep(
-        name=name,
-        cells=tuple(dict.fromkeys(cells)),
-        tasks=tuple(specs),
-        left_out=tuple(dict.fromkeys(left_out)),
+        name=name, cells=tuple(dict.fromkeys(cells)), tasks=_specs(tasks), left_out=tuple(dict.fromkeys(left_out)),
         source=source,
-    )  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def _recipe(chosen: dict[str, str], extra: dict[str, Any]) -> Recipe:
     if chosen["mechanism"] == "softmax":
         return Recipe(mechanism="softmax", window=0, sinks=0)
     window, sinks = parse_budget(chosen["budget"])
-    fixed = {k: v for k, v in chosen.items() if k != "budget"}
-    return Recipe(window=window, sinks=sinks, **fixed, **extra)
+    return Recipe(window=window, sinks=sinks, **{k: v for k, v in {**chosen, **extra}.items() if k != "budget"})
 
 
 def _words(chosen: dict[str, str]) -> str:
@@ -139,11 +95,11 @@ def _words(chosen: dict[str, str]) -> str:
     return " ".join([chosen["mechanism"], chosen["budget"], *(word for word in further if word not in ("", "none"))])
 
 
-def _checked(value: Any, name: str, check: Any) -> list[str]:
+def _checked(value: Any, name: str, check: Callable[[str], Any]) -> list[str]:
     words = parameters.items(value, name)
     for word in words:
         check(word)
-    return [word.replace(" ", "") for word in words]
+    return words
 
 
 def _known_merge(word: str) -> None:
@@ -151,16 +107,13 @@ def _known_merge(word: str) -> None:
         raise ValueError(f"merge {word!r} is not known; allowed: {', '.join(MERGES)}")
 
 
-def _layer_choices(value: str | Sequence[str]) -> list[str]:
-    """``list:0,5,9`` has commas of its own, so a string is one choice; several come as a list."""
-    return [value] if isinstance(value, str) else list(dict.fromkeys(value))
+def _specs(tasks: Any) -> tuple[TaskSpec, ...]:
+    if isinstance(tasks, (tuple, list)) and all(isinstance(task, TaskSpec) for task in tasks):
+        return tuple(tasks)
+    return parameters.tasks(tasks)
 
 
-def _are_specs(tasks: Any) -> bool:
-    return isinstance(tasks, (tuple, list)) and all(isinstance(task, TaskSpec) for task in tasks)
-
-
-def known_models(models: str | Sequence[str]) -> list[str]:
+def known_models(models: Words) -> list[str]:
     """The names as cells carry them. Raises ValueError as ``linear_core.models.resolve`` does."""
     from linear_core.models import REGISTRY, resolve
 
@@ -171,49 +124,84 @@ def known_models(models: str | Sequence[str]) -> list[str]:
     return words
 
 
-def with_tasks(sweep: Sweep, tasks: Iterable[TaskSpec]) -> Sweep:
-    """The same cells measured on other tasks: nothing is trained again."""
-    return dataclasses.replace(sweep, tasks=tuple(tasks), task_sources=())
+def _published(name: str, models: Words, axes: dict[str, Any], **defaults: Any) -> Sweep:
+    """``ablation`` with a table's own axes, three seeds, and whatever the caller puts in their place."""
+    return ablation(models, **{"name": name, "seeds": (1, 2, 3), "tasks": SEVEN, **defaults, **axes})
 
 
-def pin(sweep: Sweep) -> Sweep:
-    """The sweep with base revisions, data fingerprint and task sources looked up: once per model, not per cell.
-
-    Raises ValueError for an unknown task, an unreadable training text or a model folder that is gone.
-    """
-    if sweep.pinned:
-        return sweep
-    from linear_core.models import resolve, revision
-
-    revisions = {base: revision(resolve(base)) for base in sweep.bases}
-    trained = any(not cell.is_base for cell in sweep.cells)
-    data = _fingerprint(sweep.source) if trained else ""
-    cells = tuple(
-        dataclasses.replace(
-            cell, revision=cell.revision or revisions[cell.base], data=cell.data or ("" if cell.is_base else data)
-        )
-        for cell in sweep.cells
-    )
-    return dataclasses.replace(sweep, cells=cells, task_sources=tuple(task_source(task) for task in sweep.tasks))
+def table1(models: Words = PAPER_8B, **axes: Any) -> Sweep:
+    """Pure linear attention: what each mechanism keeps without any exact attention (published tables 1 and 5)."""
+    return _published("table1", models, axes, mechanisms="gla,kgla,gdn,hedgehog", budgets="0+0")
 
 
-def _fingerprint(source: str) -> str:
-    from linear_core.data import data_fingerprint
-
-    return data_fingerprint(source)
-
-
-def task_source(task: TaskSpec) -> TaskSource:
-    """Source and harness of one task. Raises ValueError when the task is not known, naming what is."""
-    from linear_core.evaluate.run import check_task, data_source
-
-    check_task(task)
-    source, available, reason = data_source(task)
-    return TaskSource(source=source, harness=harness_of(task), reason="" if available else reason)
+def table2(models: Words = PAPER_8B, **axes: Any) -> Sweep:
+    """A fixed budget of 64 exact tokens: window alone against window and sinks (published tables 2 and 6)."""
+    return _published("table2", models, axes, mechanisms="gla,kgla,gdn", budgets="64+0,56+8")
 
 
-def harness_of(task: TaskSpec) -> str:
-    """``lm-eval 0.4.13`` for the harness's tasks; our own measures have no version but ``EVALUATOR_VERSION``."""
-    from importlib.metadata import version
+def table3(models: Words = PAPER_8B, **axes: Any) -> Sweep:
+    """Adaptation of q, k and v: none, convolution, LoRA at budget 56+8 (published tables 3 and 7)."""
+    return _published("table3", models, axes, mechanisms="gla,kgla,gdn", adaptations="none,conv,lora")
 
-    return "golinear" if task.name in ("perplexity", "agreement", "kl") else f"lm-eval {version('lm_eval')}"
+
+def table4(models: Words = "llama3.1-8b", **axes: Any) -> Sweep:
+    """Against published peers: gdn with convolution at cache 64 and 128 (published table 4)."""
+    own = {"mechanisms": "gdn", "budgets": "56+8,120+8", "adaptations": "conv", "tasks": REASONING}
+    return _published("table4", models, axes, **own)
+
+
+def table8(models: Words = "llama3.1-8b", **axes: Any) -> Sweep:
+    """Needle retrieval by cache 128, 256, 512, 1024 (published table 8)."""
+    own = {"mechanisms": "gdn", "budgets": "120+8,248+8,504+8,1016+8", "adaptations": "conv", "tasks": S_NIAH}
+    return _published("table8", models, axes, **own)
+
+
+def table9(models: Words = "llama3.1-8b", **axes: Any) -> Sweep:
+    """RULER's eight columns at 4k by cache 128 and 896 (published table 9)."""
+    own = {"mechanisms": "gdn", "budgets": "120+8,888+8", "adaptations": "conv", "tasks": RULER_8}
+    return _published("table9", models, axes, **own)
+
+
+def scaling(models: Words = (*QWEN3, "llama3.1-8b"), **axes: Any) -> Sweep:
+    """One recipe over base models of growing size, Qwen3 0.6B to 32B and LLaMA 8B (published table 10)."""
+    return _published("scaling", models, axes, mechanisms="gdn", adaptations="conv")
+
+
+def table10(models: Words = QWEN3, **axes: Any) -> Sweep:
+    """Qwen3 0.6B to 32B with gdn 56+8 and convolution (published table 10)."""
+    return scaling(models, **{"name": "table10", **axes})
+
+
+def figure5(models: Words = PAPER_8B, **axes: Any) -> Sweep:
+    """Softmax attention kept in 10 to 50 % of the layers, evenly spaced or the hardest (published figure 5)."""
+    kept = [f"{kind}:{share}" for share in (0.1, 0.2, 0.3, 0.4, 0.5) for kind in ("uniform", "hardest")]
+    own = {"mechanisms": "gdn", "adaptations": "conv", "softmax_layers": ["none", *kept]}
+    return _published("figure5", models, axes, **own, tasks="mmlu,lambada_openai")
+
+
+def diagnostics(models: Words = PAPER_8B, **axes: Any) -> Sweep:
+    """The cells whose attention errors figures 2b, 2c and 3 show: gla and gdn, pure and at 56+8; one seed."""
+    own = {"mechanisms": "gla,gdn", "budgets": "0+0,56+8", "seeds": (1,), "tasks": "perplexity"}
+    return _published("diagnostics", models, axes, **own)
+
+
+def past_paper(models: Words = "smollm2-135m", **axes: Any) -> Sweep:
+    """Past the paper, one change at a time from gdn 56+8: merge, gate bias, read scale, convolution, objective."""
+    train = axes.pop("train", None) or TrainSettings()
+    changes: list[dict[str, Any]] = [
+        {}, {"merges": "mass"}, {"merges": "mass", "adaptations": "conv"}, {"adaptations": "conv"},
+        {"recipe": {"gate_bias": 3.0}}, {"recipe": {"learned_read_scale": True}},
+        {"merges": "mass", "recipe": {"gate_bias": 3.0}},
+        {"train": dataclasses.replace(train, objective="kl")},
+        {"train": dataclasses.replace(train, objective="layerwise")},
+    ]  # fmt: skip
+    own = {"mechanisms": "gdn", "train": train}
+    parts = [_published("past-paper", models, axes, **{**own, **change}) for change in changes]
+    return join(axes.get("name", "past-paper"), *parts)
+
+
+GRIDS: dict[str, Callable[..., Sweep]] = {
+    "ablation": ablation, "table1": table1, "table2": table2, "table3": table3, "table4": table4, "table8": table8,
+    "table9": table9, "table10": table10, "scaling": scaling, "figure5": figure5, "diagnostics": diagnostics,
+    "past-paper": past_paper,
+}  # fmt: skip

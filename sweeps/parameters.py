@@ -1,6 +1,7 @@
 """Every spelling in which a list or a number can arrive from a command line, in one place. Imports no torch.
 
-Prefect's ``--param`` parses JSON first: ``["gdn"]`` comes as a list, ``['gdn']`` and ``gdn,gla`` as one string, ``NaN`` as nan.
+Prefect's ``--param`` parses JSON first: ``["gdn"]`` comes as a list, ``['gdn']`` and ``gdn,gla`` as one string, ``NaN``
+as nan.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ def tokens(value: Any, name: str = "tokens") -> int:
 def tasks(value: Any, *, limit: Any = None, lengths: Any = None, seed: int = 0) -> tuple[TaskSpec, ...]:
     """``"lambada_openai,mmlu:100,niah_single_1@512:8"`` → TaskSpecs; ``[]`` or ``""`` → none.
 
-    One task is ``name[@length][:limit]``. ``limit`` is a number for all tasks without their own, or a mapping or comma list
-    ``lambada_openai=40,niah_single_1=8``; ``lengths`` multiplies the RULER tasks that name no length of their own.
+    One task is ``name[@length][:limit]``. ``limit`` is a number for all tasks without their own, or a mapping or comma
+    list ``lambada_openai=40,niah_single_1=8``; ``lengths`` multiplies the RULER tasks that name no length of their own.
     Which names exist is checked by ``linear_core.evaluate.run.check_task``. Raises ValueError with the right spelling.
     """
     if value is None or value == "" or value == [] or value == ():
@@ -125,7 +126,7 @@ def tasks(value: Any, *, limit: Any = None, lengths: Any = None, seed: int = 0) 
         count = int(own) if own else limits.get(name, default)
         if count is not None and count < 1:
             raise ValueError(f"task {word!r}: its limit must be at least 1")
-        spans = [_length(length)] if length else (all_lengths if is_ruler(name) else [])
+        spans: list[int | None] = [_length(length)] if length else [*all_lengths] if is_ruler(name) else []
         specs += [TaskSpec(name=name, limit=count, length=span, seed=seed) for span in spans or [None]]
     return tuple(dict.fromkeys(specs))
 

@@ -1,13 +1,13 @@
 """What a sweep would do, cell by cell, before anything starts or costs. Imports no torch; one query to the store.
 
-Actions: ``run``, ``skip`` (done), ``resume`` (from a checkpoint), ``wait`` (claimed by someone else), ``refuse`` (with the reason).
+Actions: ``run``, ``skip`` (done), ``resume`` (from a checkpoint), ``wait`` (claimed by someone else), ``refuse``.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from linear_core.evaluate.scores import TaskSpec
@@ -15,8 +15,8 @@ from linear_core.models import BaseModel, resolve
 from sweeps import cost, queries, retries
 from sweeps.cell import Cell, Placement
 from sweeps.cost import GIB, Machine
-from sweeps.grids import Sweep, pin
 from sweeps.store import Store
+from sweeps.sweep import Sweep, pin
 from sweeps.weights import why_not_at_hand
 
 ACTIONS = ("run", "resume", "skip", "wait", "refuse")
@@ -43,7 +43,8 @@ class PlanItem:
             "base": self.cell.base, "is_base": self.cell.is_base, "mechanism": recipe.mechanism,
             "budget": None if self.cell.is_base else recipe.budget, "adaptation": recipe.adaptation,
             "seed": self.cell.seed, "train": self.train, "tasks": [task.label for task, _ in self.tasks],
-            "resume_tokens": self.resume_tokens, "seconds": round(self.seconds, 1), "memory_gib": round(self.memory / GIB, 2),
+            "resume_tokens": self.resume_tokens, "seconds": round(self.seconds, 1),
+            "memory_gib": round(self.memory / GIB, 2),
         }  # fmt: skip
 
 
@@ -102,7 +103,7 @@ def make_plan(
     *,
     max_gpu_hours: float | None = None,
 ) -> Plan:
-    """Decide every cell of a sweep (pinned here when it is not yet). ``placement``: one GPU where there is one, unless given.
+    """Decide every cell of a sweep, pinned here when it is not yet. ``placement``: one GPU where there is one.
 
     Raises ValueError as ``pin`` does; everything else wrong is a refused cell or ``Plan.refusal``.
     """
@@ -113,7 +114,7 @@ def make_plan(
     decide = _Decider(sweep, machine, placement, states, scored, queries.measurements(store))
     items = tuple(decide(cell) for cell in sweep.cells)
     plan = Plan(sweep=sweep, items=items, machine=machine, placement=placement)
-    return Plan(sweep=sweep, items=items, machine=machine, placement=placement, refusal=_refusal(plan, max_gpu_hours))
+    return replace(plan, refusal=_refusal(plan, max_gpu_hours))
 
 
 class _Decider:
@@ -125,11 +126,7 @@ class _Decider:
         self.sweep, self.machine, self.placement = sweep, machine, placement
         self.states, self.scored, self.measured = states, scored, measured
         self.bases: dict[str, BaseModel] = {base: resolve(base) for base in sweep.bases}
-        revisions = {cell.base: cell.revision for cell in sweep.cells}
-        self.missing = {
-            base: why_not_at_hand(model, revisions[base]) if machine.is_here else ""
-            for base, model in self.bases.items()
-        }
+        self.missing = {b: why_not_at_hand(model) if machine.is_here else "" for b, model in self.bases.items()}
         self.wanted = [(i, source.reason == "") for i, source in enumerate(sweep.task_sources)]
 
     def __call__(self, cell: Cell) -> PlanItem:
@@ -138,18 +135,19 @@ class _Decider:
         keys = self.sweep.score_keys(cell)
         tasks = tuple(keys[i] for i, available in self.wanted if available and keys[i][1] not in self.scored)
         train = not cell.is_base and not state.published
-        item = {"cell": cell, "key": key, "train": train, "tasks": tasks}
+        item = PlanItem(cell=cell, key=key, action="run", train=train, tasks=tasks)
         if not train and not tasks:
-            return PlanItem(**item, action="skip", reason="nothing to measure" if not keys else "done")
+            return replace(item, action="skip", reason="done" if keys else "nothing to measure")
         if state.holder:
-            return PlanItem(**item, action="wait", reason=f"claimed by {state.holder}")
-        item |= {"seconds": self._seconds(cell, train, tasks, state.resume_tokens), "memory": self._memory(cell)}
+            return replace(item, action="wait", reason=f"claimed by {state.holder}")
+        seconds = self._seconds(cell, train, tasks, state.resume_tokens)
+        item = replace(item, seconds=seconds, memory=self._memory(cell))
         if reason := self._why_not(cell, state):
-            return PlanItem(**item, action="refuse", reason=reason)
+            return replace(item, action="refuse", reason=reason)
         if train and state.resume_tokens:
             reason = f"from token {state.resume_tokens:,}"
-            return PlanItem(**item, action="resume", reason=reason, resume_tokens=state.resume_tokens)
-        return PlanItem(**item, action="run", reason="" if train or cell.is_base else "trained; scores are missing")
+            return replace(item, action="resume", reason=reason, resume_tokens=state.resume_tokens)
+        return item if train or cell.is_base else replace(item, reason="trained; scores are missing")
 
     def _why_not(self, cell: Cell, state: queries.CellState) -> str:
         if self.placement.num_gpus > self.machine.num_gpus:

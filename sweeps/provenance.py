@@ -1,4 +1,4 @@
-"""Where a result came from: commit, versions, hardware. Never part of a key. Imports torch only when it is there already."""
+"""Where a result came from: commit, versions, hardware. Never part of a key. Imports no torch of its own."""
 
 from __future__ import annotations
 

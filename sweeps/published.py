@@ -17,7 +17,7 @@ Identity = tuple[str, str, str, str, str, str]  # base, mechanism, window, sinks
 
 @cache
 def rows() -> list[dict[str, str]]:
-    """All rows of published_results.csv: source, table, base_model, mechanism, window, sinks, adaptation, …, mean, sd."""
+    """All rows of published_results.csv, by column name, as text."""
     text = files("sweeps").joinpath("data/published_results.csv").read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 

@@ -1,4 +1,4 @@
-"""Reading and housekeeping of the store: overview for plans, scores, failures, forget, retry, sweeps. Imports no torch."""
+"""Reading and housekeeping of the store: overview, scores, failures, forget, retry, sweeps. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from linear_core.evaluate.scores import Score
 from sweeps import schema
 
 if TYPE_CHECKING:
-    from sweeps.grids import Sweep
     from sweeps.store import Store
+    from sweeps.sweep import Sweep
 
 
 @dataclass(kw_only=True)
@@ -53,16 +53,19 @@ def overview(store: Store) -> tuple[dict[str, CellState], set[str]]:
     claims, attempts, results, scores = schema.claims.c, schema.attempts.c, schema.results.c, schema.scores.c
     text, zero = sa.literal("", sa.Text), sa.literal(0, sa.Integer)
     statement = sa.union_all(  # kind, key, holder or state, cause, reason, seconds, tokens, counted, order
-        sa.select(sa.literal("result", sa.Text), results.key, text, text, text, sa.literal(0.0), zero, zero, zero.label("n")),
+        sa.select(
+            sa.literal("result", sa.Text), results.key, text, text, text, sa.literal(0.0), zero, zero, zero.label("n")
+        ),
         sa.select(
             sa.literal("score", sa.Text), scores.score_key, text, text, text, sa.literal(0.0), zero, zero, zero
         ).where(scores.value.is_not(None)),
         sa.select(
-            sa.literal("claim", sa.Text), claims.key, claims.holder, text, text, claims.expires_at - store.now, zero, zero, zero
+            sa.literal("claim", sa.Text), claims.key, claims.holder, text, text, claims.expires_at - store.now,
+            zero, zero, zero,
         ).where(claims.expires_at > store.now),
         sa.select(
-            sa.literal("attempt", sa.Text), attempts.key, attempts.state, attempts.cause, attempts.reason, sa.literal(0.0),
-            attempts.tokens, sa.cast(attempts.counted, sa.Integer), attempts.id,
+            sa.literal("attempt", sa.Text), attempts.key, attempts.state, attempts.cause, attempts.reason,
+            sa.literal(0.0), attempts.tokens, sa.cast(attempts.counted, sa.Integer), attempts.id,
         ),
     ).order_by("n")  # fmt: skip
     states: dict[str, CellState] = {}
@@ -141,7 +144,7 @@ def find_key(store: Store, text: str) -> str:
     if len(found) != 1:
         listed = ", ".join(found[:5]) or "none"
         raise ValueError(
-            f"cell {text!r} names {len(found)} cells ({listed}); give a key of golinear status, or its last 16 characters"
+            f"cell {text!r} names {len(found)} cells ({listed}); give a key of golinear status, or its last 16"
         )
     return found[0]
 
@@ -206,14 +209,14 @@ def set_sweep_state(store: Store, sweep_id: str, state: str) -> None:
 
 
 def sweep_state(store: Store, sweep_id: str) -> str:
-    """Its state, or "" when the sweep is not in the store. Workers ask between cells: paused, draining and cancelled stop them."""
+    """Its state, "" when it is not in the store. Asked between cells: paused, draining and cancelled start no more."""
     rows = store.read(sa.select(schema.sweeps.c.state).where(schema.sweeps.c.id == sweep_id))
     return rows[0].state if rows else ""
 
 
 def load_sweep(store: Store, sweep_id: str | None = None) -> tuple[str, Sweep]:
-    """(id, sweep) of one sweep by id, or name (its newest), or the newest of all. Raises ValueError when there is none."""
-    from sweeps.grids import Sweep
+    """(id, sweep): by id, by name (its newest), or the newest of all. Raises ValueError when there is none."""
+    from sweeps.sweep import Sweep
 
     table = schema.sweeps.c
     query = sa.select(table.id, table.spec).order_by(table.created_at.desc()).limit(1)

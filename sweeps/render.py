@@ -6,6 +6,7 @@ import csv
 import html
 import io
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sweeps.tables import Column, Entry, Row, Table, summary
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 
 FORMATS = ("markdown", "csv", "latex", "html", "json", "text")
 DASH = "–"
+FACTS = ("seeds", "new parameters", "cache at 32k", "tokens", "minutes")
+SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+TEX = {
+    "\\": r"\textbackslash{}", "_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "↑": r"$\uparrow$", "↓": r"$\downarrow$",
+    "−": "$-$", "–": "--", **{mark: f"$^{digit}$" for digit, mark in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+}  # fmt: skip
 
 
 def render(data: pd.DataFrame | Table, format: str = "markdown", *, title: str = "") -> str:
@@ -31,51 +39,45 @@ def render(data: pd.DataFrame | Table, format: str = "markdown", *, title: str =
     return _WRITERS[format](table)
 
 
-def grid(table: Table) -> tuple[list[str], list[list[str]], list[str]]:
+def grid(table: Table, strong: str = "") -> tuple[list[str], list[list[str]], list[str]]:
     """Header, rows of text, footnotes: what all text formats share."""
-    marks = {note: str(number) for number, note in enumerate(dict.fromkeys(_notes(table)), start=1)}
-    header = [
-        "model",
-        "recipe",
-        *(_header(column) for column in table.columns),
-        "new parameters",
-        "cache at 32k",
-        "tokens",
-        "minutes",
+    notes = dict.fromkeys(entry.note for row in table.rows for entry in row.entries.values() if entry.note)
+    marks = {note: str(count).translate(SUPERSCRIPT) for count, note in enumerate(notes, start=1)}
+    header = ["model", "recipe", *(f"{c.title} {'↑' if c.higher_is_better else '↓'}" for c in table.columns), *FACTS]
+    body = [
+        [row.base, row.recipe, *(_shown(row.entries.get(c), marks, strong) for c in table.columns), *_facts(row)]
+        for row in table.rows
     ]
-    body = []
-    for row in table.rows:
-        cells = [entry_text(row.entries.get(column), column, marks) for column in table.columns]
-        body.append([row.base, row.recipe, *cells, *_facts(row)])
-    sources = [f"{column.title}: {column.source}" for column in table.columns if column.source]
-    return header, body, [*(f"{mark}) {note}" for note, mark in marks.items()), *sources]
+    return header, body, [*(f"{mark} {note}" for note, mark in marks.items()), *map(source_text, table.columns)]
 
 
-def _notes(table: Table) -> list[str]:
-    return [entry.note for row in table.rows for entry in row.entries.values() if entry.note]
+def source_text(column: Column) -> str:
+    """Where a column's numbers come from, e.g. ``mmlu: acc of 14042 items; hub cais/mmlu; lm-eval 0.4.13``."""
+    items = "" if column.samples is None else f" of {column.samples} items"
+    return "; ".join([f"{column.title}: {column.metric}{items}", *filter(None, (column.source, column.harness))])
 
 
-def _header(column: Column) -> str:
-    return f"{column.title} {'↑' if column.higher_is_better else '↓'}"
+def _shown(entry: Entry | None, marks: Mapping[str, str], strong: str) -> str:
+    """An entry's text; the best of its column, where that is sure, between ``strong`` marks."""
+    text = entry_text(entry, marks)
+    return f"{strong}{text}{strong}" if entry is not None and entry.best else text
 
 
-def entry_text(entry: Entry | None, column: Column, marks: dict[str, str]) -> str:
-    """``68.8 ± 0.3 (−6.0; paper 68.8)``; ``–`` with the mark of its footnote when missing, empty when not asked for."""
+def entry_text(entry: Entry | None, marks: Mapping[str, str]) -> str:
+    """``68.8 ± 0.3 (−6.0; paper 68.8)``; ``–`` with its footnote's mark when missing; empty when not asked for."""
     if entry is None:
         return ""
-    mark = f" {marks[entry.note]})" if entry.note else ""
+    mark = marks[entry.note] if entry.note else ""
     if entry.value is None:
         return DASH + mark + (f" (paper {entry.published:.2f})" if entry.published is not None else "")
-    text = number(entry.value)
-    if entry.spread is not None:
-        text += f" ± {number(entry.spread)}"
-    further = [] if entry.gap is None else [f"{entry.gap:+.2f}".replace("-", "−")]
+    text = number(entry.value) + ("" if entry.spread is None else f" ± {number(entry.spread)}")
+    further = [] if entry.gap is None else [signed(entry.gap)]
     if entry.published is not None:
-        further.append(f"paper {entry.published:.2f}")
+        further.append(f"paper {entry.published:.2f}, {signed(entry.value - entry.published)}")
     if entry.flags:
         further.append(entry.flags)
     if entry.partial:
-        further.append(f"{entry.num_seeds} seeds only")
+        further.append(f"partial: {entry.num_seeds} seeds" if entry.num_seeds > 1 else "partial: 1 seed")
     return text + (f" ({'; '.join(further)})" if further else "") + mark
 
 
@@ -83,20 +85,21 @@ def number(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:.3g}"
 
 
+def signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")
+
+
 def _facts(row: Row) -> list[str]:
-    minutes = row.facts["minutes"]
-    parameters = "" if row.is_base else f"{row.facts['new_parameters'] / 1e6:.2f}M"
-    tokens = "" if row.is_base else f"{row.facts['tokens']:,}"
-    return [
-        parameters,
-        f"{row.facts['cache_bytes'] / 2**20:.1f} MiB",
-        tokens,
-        "" if minutes is None else f"{minutes:.1f}",
-    ]
+    facts = row.facts
+    cache, minutes = f"{facts['cache_bytes'] / 2**20:.1f} MiB", facts["minutes"]
+    if row.is_base:
+        return ["", "", cache, "", ""]
+    parameters, spent = f"{facts['new_parameters'] / 1e6:.2f}M", "" if minutes is None else f"{minutes:.1f}"
+    return [str(facts["seeds"]), parameters, cache, f"{facts['tokens']:,}", spent]
 
 
 def _markdown(table: Table) -> str:
-    header, body, notes = grid(table)
+    header, body, notes = grid(table, strong="**")
     lines = [f"**{table.title}**", ""] if table.title else []
     lines += [f"| {' | '.join(header)} |", f"|{'|'.join(['---', '---', *['--:'] * (len(header) - 2)])}|"]
     lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in body]
@@ -119,10 +122,7 @@ def _latex(table: Table) -> str:
 
 
 def _tex(text: str) -> str:
-    for plain, written in (("\\", r"\textbackslash "), ("_", r"\_"), ("%", r"\%"), ("&", r"\&"), ("#", r"\#"), ("±", r"$\pm$"),
-                           ("↑", r"$\uparrow$"), ("↓", r"$\downarrow$"), ("−", "$-$"), ("–", "--")):  # fmt: skip
-        text = text.replace(plain, written)
-    return text
+    return "".join(TEX.get(character, character) for character in text)
 
 
 def _html(table: Table) -> str:
@@ -131,21 +131,25 @@ def _html(table: Table) -> str:
     rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in body)
     caption = f"<caption>{html.escape(table.title)}</caption>" if table.title else ""
     listed = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
-    return f'<table class="golinear">{caption}<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody></table>\n<ul class="notes">{listed}</ul>\n'
+    body_html = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>"
+    return f'<table class="golinear">{caption}{body_html}</table>\n<ul class="notes">{listed}</ul>\n'
 
 
 def _json(table: Table) -> str:
-    rows: list[dict[str, Any]] = []
-    for row in table.rows:
-        scores = {
-            f"{column.task}/{column.metric}": {k: v for k, v in vars(entry).items() if v not in (None, "", False)}
-            | {"value": entry.value}
-            for column, entry in row.entries.items()
+    rows = [
+        {
+            "base": row.base, "recipe": row.recipe, "setting": row.setting, "is_base": row.is_base, **row.facts,
+            "scores": {column.title: _entry_json(entry) for column, entry in row.entries.items()},
         }
-        rows.append({"base": row.base, "recipe": row.recipe, "is_base": row.is_base, **row.facts, "scores": scores})
-    return json.dumps(
-        {"title": table.title, "rows": rows, "notes": list(table.notes)}, indent=2, ensure_ascii=False, default=float
-    )
+        for row in table.rows
+    ]  # fmt: skip
+    columns = [{"title": c.title, "metric": c.metric, "source": c.source, "harness": c.harness} for c in table.columns]
+    return json.dumps({"title": table.title, "columns": columns, "rows": rows}, indent=2, ensure_ascii=False)
+
+
+def _entry_json(entry: Entry) -> dict[str, Any]:
+    said = {k: v for k, v in vars(entry).items() if v is not None and v is not False and v != ""}
+    return {"value": None, **said}
 
 
 def _text(table: Table) -> str:

@@ -152,7 +152,9 @@ def evaluate(
     from linear_core.evaluate.run import evaluate_task
 
     model = bench.trained(cell, folder)
-    todo, scores, failed = list(tasks), [], {}
+    todo = list(tasks)
+    scores: list[Score] = []
+    failed: dict[str, BaseException] = {}
     for number, task in enumerate(todo):
         if on_progress:
             on_progress({"stage": "evaluate", "task": task.label, "done": number, "total": len(todo), "unit": "tasks"})

@@ -156,7 +156,7 @@ class Store:
             )
 
     def put_scores(self, claim: Claim, score_key: str, found: Iterable[Score]) -> None:
-        """Store one task's scores, the moment it ends. A later measurement under the same key replaces a missing one only.
+        """Store one task's scores, the moment it ends. A value that is there stays; a missing one is replaced.
 
         Raises ClaimLost as ``publish`` does.
         """
@@ -204,7 +204,7 @@ class Store:
         return self.blobs.folder(claim.blob)
 
     def published_folder(self, key: str) -> Path:
-        """The files of a published cell on this machine, fetched when needed. Raises KeyError when it is not published."""
+        """A published cell's files on this machine, fetched when needed. Raises KeyError when it is not published."""
         blob = self.read(sa.select(schema.results.c.blob).where(schema.results.c.key == key))
         if not blob:
             raise KeyError(f"{key} is not published")

@@ -1,164 +1,182 @@
 """From the store to tables: one tidy frame of all scores with provenance, and the summary view of it. Imports no torch.
 
 Rules that tests hold: a missing value is never averaged in, only repeats (same setting, other seed) are averaged, rows
-that differ in any setting are never merged, and a task that was not asked for is not the same as one that is missing.
+that differ in any setting are never merged, a task that was not asked for is not the same as one that is missing, and
+a converted model's score is not shown without its base model's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from linear_core.evaluate.scores import Score, TaskSpec
 from sweeps import cost, published, queries
 from sweeps.cell import Cell
-from sweeps.grids import Sweep
 from sweeps.store import Store
+from sweeps.sweep import Sweep, TaskSource
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Record = dict[str, Any]
 MEASURED, MISSING = "measured", "missing"
 CACHE_LENGTH = 32768  # tokens at which cache bytes are compared
-SETTINGS = ("base", "revision", "mechanism", "budget", "adaptation", "merge", "softmax_layers", "gate_bias", "learned_read_scale",
-            "lora_rank", "lora_alpha", "conv_kernel")  # fmt: skip
+WHOLE = ("seed", "length", "limit", "shots", "task_seed", "samples", "tokens", "new_parameters", "cache_bytes")
+LOSSES = ("perplexity", "kl", "bits", "loss", "nmse")  # metrics with these in their name: lower is better
 
 
 def frame(store: Store, sweep: Sweep) -> pd.DataFrame:
     """All scores of a pinned sweep, a row for each cell × task × metric; a missing one is a row with its reason.
 
-    Columns: key, setting, label, the axes (base, mechanism, budget, …, seed), task, metric, value, stderr, samples,
-    status (measured, missing), reason, source, harness, flags, seconds, new_parameters, cache_bytes (at 32k tokens),
-    tokens, minutes (of training), hardware, commit, at. Values as the harness gives them (accuracy in 0 … 1).
+    Columns: key, setting, label, the axes (base, mechanism, budget, …, seed), training settings, task, metric, value,
+    stderr, samples, status (measured, missing), reason, source, harness, flags, new_parameters, cache_bytes (after 32k
+    tokens), tokens, minutes (of training), hardware, commit, at. Values as the harness gives them (accuracy in 0 … 1).
     """
-    import pandas as pd
-
     found: dict[str, list[Score]] = {}
     for _, score_key, score in queries.scores_of(store):
         found.setdefault(score_key, []).append(score)
     origin = queries.provenance_of(store)
-    reasons = {failure.key: f"{failure.cause}: {failure.reason}" for failure in queries.failures(store)}
+    failed = {failure.key: f"{failure.cause}: {failure.reason}" for failure in queries.failures(store)}
     metrics = _metrics_of_tasks(sweep, found)
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     for cell in sweep.cells:
         common = _axes(cell) | _provenance(origin.get(cell.train_key, {}))
         for (task, score_key), source in zip(sweep.score_keys(cell), sweep.task_sources):
-            why = source.reason or reasons.get(cell.train_key) or "not measured yet"
             got = {score.metric: score for score in found.get(score_key, [])}
-            rows += [
-                common | _score_row(task, metric, got.get(metric), why)
-                for metric in metrics[task]
-                if metric in got or not got
-            ]
-            rows += [
-                common | _score_row(task, metric, score, why)
-                for metric, score in got.items()
-                if metric not in metrics[task]
-            ]
-    return pd.DataFrame(rows, columns=None if rows else ["key", "setting", "task", "metric", "value", "status"])
+            why = source.reason or failed.get(cell.train_key) or "not measured yet"
+            names = dict.fromkeys([*got, *metrics[task]])
+            rows += [common | _score_row(task, source, metric, got.get(metric), why) for metric in names]
+    return _frame(rows)
+
+
+def concat(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """Several sweeps' frames as one; a score that is in two of them is kept once."""
+    rows: dict[tuple[Any, ...], Record] = {}
+    for row in (row for data in frames for row in _records(data)):
+        same = (row["key"], _column_key(row))
+        if same not in rows or rows[same]["status"] == MISSING:
+            rows[same] = row
+    return _frame(list(rows.values()))
+
+
+def render(data: pd.DataFrame, format: str = "markdown", *, title: str = "") -> str:
+    """The summary of a frame as markdown, csv, latex, html, json or text (``sweeps.render``)."""
+    from sweeps.render import render as write
+
+    return write(data, format, title=title)
+
+
+def _frame(rows: list[Record]) -> pd.DataFrame:
+    import pandas as pd
+
+    data = pd.DataFrame(rows)
+    return data.astype({name: "Int64" for name in WHOLE if name in data})
+
+
+def _records(data: pd.DataFrame) -> list[Record]:
+    """Rows as dicts with None for what is not there, whole numbers whole."""
+    import pandas as pd
+
+    return [
+        {name: None if value is None or value is pd.NA or value != value else value for name, value in row.items()}
+        for row in data.to_dict("records")
+    ]
 
 
 def _metrics_of_tasks(sweep: Sweep, found: dict[str, list[Score]]) -> dict[TaskSpec, list[str]]:
-    """The metrics that any cell of the sweep has for a task, in stored order; the task's main one when none has."""
+    """The metrics that any cell of the sweep has a value of, per task; the task's main one when none has."""
     metrics: dict[TaskSpec, list[str]] = {task: [] for task in sweep.tasks}
     for cell in sweep.cells:
         for task, score_key in sweep.score_keys(cell):
             names = [score.metric for score in found.get(score_key, []) if score.value is not None]
             metrics[task] += [name for name in names if name not in metrics[task]]
-    return {task: names or [main_metric(task)] for task, names in metrics.items()}
+    return {task: names or [main_metric(task.name)] for task, names in metrics.items()}
 
 
-def main_metric(task: TaskSpec) -> str:
+def main_metric(task: str) -> str:
     """The metric a table shows for a task."""
     from linear_core.evaluate.tasks import TASKS
 
-    return TASKS[task.name].metrics[0] if task.name in TASKS else "acc"
+    return TASKS[task].metrics[0] if task in TASKS else "acc"
 
 
-def _axes(cell: Cell) -> dict[str, Any]:
+def _axes(cell: Cell) -> Record:
     from linear_core.models import resolve
 
     recipe, shape = cell.recipe, resolve(cell.base).shape
-    axes = {
-        "key": cell.train_key,
-        "setting": cell.setting,
-        "label": cell.label,
-        "is_base": cell.is_base,
-        "base": cell.base,
-    }
-    axes |= {"revision": cell.revision, "data": cell.data, "seed": cell.seed}
+    axes = {"key": cell.train_key, "setting": cell.setting, "label": cell.label, "is_base": cell.is_base}
+    axes |= {"base": cell.base, "revision": cell.revision, "data": cell.data, "seed": cell.seed}
     axes |= recipe.to_dict() | {"budget": "" if cell.is_base else recipe.budget, "recipe": recipe.name}
-    axes |= {"tokens": cell.train.tokens if cell.train else 0}
-    axes |= {
+    train = cell.train.to_dict() if cell.train else dict.fromkeys(TRAIN_FIELDS)
+    if cell.train:
+        train["learning_rate"] = cell.train.peak_learning_rate(recipe.adaptation)
+    axes |= train
+    return axes | {
         "new_parameters": cost.new_parameters(shape, recipe),
         "cache_bytes": cost.cache_bytes(shape, recipe, CACHE_LENGTH),
     }
-    return axes
 
 
-def _provenance(found: dict[str, Any]) -> dict[str, Any]:
+def _provenance(found: Record) -> Record:
     seconds = found.get("train_seconds")
-    return {
-        "minutes": None if seconds is None else seconds / 60,
-        "hardware": found.get("hardware", ""),
-        "commit": found.get("commit", ""),
-        "at": found.get("at", ""),
-    }
+    minutes = None if seconds is None else seconds / 60
+    return {"minutes": minutes} | {name: found.get(name, "") for name in ("hardware", "commit", "at")}
 
 
-def _score_row(task: TaskSpec, metric: str, score: Score | None, why: str) -> dict[str, Any]:
-    missing = score is None or score.value is None or not math.isfinite(score.value)
-    row: dict[str, Any] = {
-        "task": task.label,
-        "task_name": task.name,
-        "length": task.length,
-        "limit": task.limit,
-        "metric": metric,
-    }
-    row |= {"value": None if score is None or missing else score.value, "status": MISSING if missing else MEASURED}
+def _score_row(task: TaskSpec, source: TaskSource, metric: str, score: Score | None, why: str) -> Record:
+    there = score is not None and score.value is not None and math.isfinite(score.value)
+    if there:
+        why = ""
+    elif score is not None:
+        why = score.reason or f"its value is {score.value}"
+    row: Record = {
+        "task": task.label, "task_name": task.name, "length": task.length, "limit": task.limit, "shots": task.shots,
+        "task_seed": task.seed, "metric": metric, "value": score.value if score and there else None,
+        "status": MEASURED if there else MISSING, "reason": why, "source": source.source, "harness": source.harness,
+    }  # fmt: skip
     row |= {"stderr": score.stderr if score else None, "samples": score.samples if score else None}
-    row |= {"reason": "" if not missing else ((score.reason or f"value is {score.value}") if score else why)}
-    row |= {"source": score.source if score else "", "harness": score.harness if score else ""}
-    return row | {"flags": ",".join(score.flags) if score else "", "eval_seconds": score.seconds if score else None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One place of a table. ``value`` None: a dash with ``note``; an ``Entry`` that is not there at all: not asked for."""
-
-    value: float | None = None
-    spread: float | None = None  # standard deviation over seeds, None with one
-    num_seeds: int = 1
-    gap: float | None = None  # to the base model, in the value's unit
-    published: float | None = None
-    note: str = ""
-    partial: bool = False  # some seeds are missing
-    flags: str = ""
+    return row | {"flags": ", ".join(score.flags) if score else "", "eval_seconds": score.seconds if score else None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One measured column: task and metric, shown in ``unit`` (``%`` or plain), with the source of its data."""
+    """One measured column: a task as it was asked, its metric, and where its data and code came from."""
 
-    task: str
+    spec: TaskSpec
     metric: str
-    unit: str
-    higher_is_better: bool
     source: str = ""
+    harness: str = ""
+    title: str = ""
+    samples: int | None = None
 
     @property
-    def title(self) -> str:
-        return (
-            self.task
-            if self.metric in ("acc", "perplexity") and self.metric not in self.task
-            else _title(self.task, self.metric)
-        )
+    def higher_is_better(self) -> bool:
+        return not any(word in self.metric for word in LOSSES)
+
+    @property
+    def scale(self) -> float:
+        """Accuracies are shown in per cent, losses as they are."""
+        return 100.0 if self.higher_is_better else 1.0
 
 
-def _title(task: str, metric: str) -> str:
-    return task if task.split("@")[0] == metric else f"{task} {metric}"
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One place of a table. ``value`` None: a dash with ``note``. No ``Entry`` at all: not asked for."""
+
+    value: float | None = None
+    spread: float | None = None  # standard deviation over seeds, None with one
+    error: float | None = None  # standard error: of the seeds' mean, else of the items
+    num_seeds: int = 0
+    gap: float | None = None  # to the base model, in the value's unit (points)
+    kept: float | None = None  # per cent of the base model's value
+    published: float | None = None
+    best: bool = False  # of its base model's cells, by more than chance
+    partial: bool = False  # some seeds are missing
+    flags: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,18 +187,17 @@ class Row:
     base: str
     recipe: str
     is_base: bool
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Record = field(default_factory=dict)
     entries: dict[Column, Entry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A finished table: rows in a stable order, base models before their cells; notes say why dashes are dashes."""
+    """A finished table: base models before their cells, in the sweep's order."""
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
 
 
 def summary(data: pd.DataFrame, *, title: str = "", all_metrics: bool = False) -> Table:
@@ -188,74 +205,146 @@ def summary(data: pd.DataFrame, *, title: str = "", all_metrics: bool = False) -
 
     Shows each task's main metric, or all. Only seeds of one setting are averaged, and only those that have a value.
     """
-    columns = _columns(data, all_metrics)
-    groups = list(data.groupby("setting", sort=False)) if len(data) else []
-    bases = {row.base: row for row in (_row(setting, part, columns, None) for setting, part in groups) if row.is_base}
-    rows = [_row(setting, part, columns, bases.get(part["base"].iloc[0])) for setting, part in groups]
-    notes = [
-        f"{row.base} {row.recipe}, {column.title}: {entry.note}"
-        for row in rows
-        for column, entry in row.entries.items()
-        if entry.note
-    ]
-    return Table(title=title, columns=columns, rows=tuple(rows), notes=tuple(notes))
+    records = _records(data)
+    columns = _columns(records, all_metrics)
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record["setting"], []).append(record)
+    names = _names({setting: rows[0] for setting, rows in groups.items()})
+    rows = [_row(setting, names[setting], part, columns) for setting, part in groups.items()]
+    bases = {row.base: row for row in rows if row.is_base}
+    rows = [row if row.is_base else _against(row, bases.get(row.base)) for row in rows]
+    for base in dict.fromkeys(row.base for row in rows):
+        rows = _mark_best(rows, base, columns)
+    order = list(dict.fromkeys(row.base for row in rows))
+    rows.sort(key=lambda row: (order.index(row.base), not row.is_base))
+    return Table(title=title, columns=columns, rows=tuple(rows))
 
 
-def _columns(data: pd.DataFrame, all_metrics: bool) -> tuple[Column, ...]:
-    columns: list[Column] = []
-    if not len(data):
-        return ()
-    for (task, metric), part in data.groupby(["task", "metric"], sort=False):
-        spec = TaskSpec(name=part["task_name"].iloc[0])
-        if all_metrics or metric == _shown_metric(spec, list(data.loc[data["task"] == task, "metric"].unique())):
-            better = not _is_loss(metric)
-            sources = "; ".join(sorted({s for s in part["source"] if s}))
-            columns.append(
-                Column(task=task, metric=metric, unit="%" if better else "", higher_is_better=better, source=sources)
-            )
-    return tuple(columns)
+def _column_key(record: Record) -> tuple[Any, ...]:
+    names = ("task_name", "length", "limit", "shots", "task_seed", "metric", "source", "harness")
+    return tuple(record[name] for name in names)
 
 
-def _shown_metric(task: TaskSpec, available: Sequence[str]) -> str:
-    wanted = main_metric(task)
-    return wanted if wanted in available else available[0]
+def _columns(records: Sequence[Record], all_metrics: bool) -> tuple[Column, ...]:
+    parts: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        parts.setdefault(_column_key(record), []).append(record)
+    available: dict[tuple[Any, ...], list[str]] = {}
+    for key in parts:
+        available.setdefault((*key[:5], *key[6:]), []).append(key[5])
+    columns = []
+    for key, part in parts.items():
+        metrics = available[(*key[:5], *key[6:])]
+        main = main_metric(key[0])
+        if all_metrics or key[5] == (main if main in metrics else metrics[0]):
+            spec = TaskSpec(name=key[0], length=key[1], limit=key[2], shots=key[3], seed=key[4])
+            samples = max((record["samples"] or 0 for record in part), default=0) or None
+            columns.append(Column(spec=spec, metric=key[5], source=key[6], harness=key[7], samples=samples))
+    return _titled(columns)
 
 
-def _is_loss(metric: str) -> bool:
-    return any(word in metric for word in ("perplexity", "kl", "bits", "loss", "nmse"))
+def _titled(columns: Sequence[Column]) -> tuple[Column, ...]:
+    """Short titles: the task; its metric, limit and source only where two columns would read alike."""
+    titles = [column.spec.label for column in columns]
+    for extra in (
+        lambda c: c.metric,
+        lambda c: f"limit {c.spec.limit}",
+        lambda c: f"seed {c.spec.seed}",
+        lambda c: c.source,
+    ):
+        titles = [
+            f"{title} {extra(column)}" if titles.count(title) > 1 else title for title, column in zip(titles, columns)
+        ]
+    return tuple(replace(column, title=title) for column, title in zip(columns, titles))
 
 
-def _row(setting: str, part: pd.DataFrame, columns: Iterable[Column], base: Row | None) -> Row:
-    first = part.iloc[0]
+TRAIN_FIELDS = ("tokens", "sequence_length", "batch_size", "learning_rate", "warmup_steps", "objective", "weight_decay",
+                "clip_norm", "beta1", "beta2", "final_learning_rate", "isolate_documents")  # fmt: skip
+TELLING = ("revision", "data", *TRAIN_FIELDS, "lora_rank", "lora_alpha", "conv_kernel")
+
+
+def _names(settings: dict[str, Record]) -> dict[str, str]:
+    """Name of each setting: its recipe, with whatever else tells it from another of the same recipe and base model."""
+    names = {}
+    for setting, row in settings.items():
+        twins = [r for r in settings.values() if (r["base"], r["recipe"]) == (row["base"], row["recipe"])]
+        telling = [name for name in TELLING if len({repr(twin[name]) for twin in twins}) > 1]
+        words = [f"{name}={row[name]}" for name in telling]
+        names[setting] = " ".join(["base" if row["is_base"] else row["recipe"], *words])
+    return names
+
+
+def _row(setting: str, name: str, part: Sequence[Record], columns: Sequence[Column]) -> Row:
+    first = part[0]
     entries = {}
     for column in columns:
-        asked = part[(part["task"] == column.task) & (part["metric"] == column.metric)]
-        if len(asked):
-            entries[column] = _entry(asked, column, None if base is None else base.entries.get(column))
-    minutes = part.drop_duplicates("key")["minutes"].dropna()
-    facts = {
-        name: first[name] for name in ("new_parameters", "cache_bytes", "tokens", "mechanism", "budget", "adaptation")
-    }
-    facts |= {"minutes": float(minutes.mean()) if len(minutes) else None, "seeds": part["seed"].nunique()}
-    return Row(
-        setting=setting, base=first["base"], recipe="base" if first["is_base"] else first["recipe"],
-        is_base=bool(first["is_base"]), facts=facts, entries=entries,
-    )  # fmt: skip
+        key = (column.spec.name, column.spec.length, column.spec.limit, column.spec.shots, column.spec.seed,
+               column.metric, column.source, column.harness)  # fmt: skip
+        if asked := [record for record in part if _column_key(record) == key]:
+            entries[column] = _entry(asked, column)
+    minutes = list({record["key"]: record["minutes"] for record in part if record["minutes"] is not None}.values())
+    facts = {k: first[k] for k in ("mechanism", "budget", "adaptation", "new_parameters", "cache_bytes", "tokens")}
+    facts |= {"minutes": sum(minutes) / len(minutes) if minutes else None}
+    facts |= {"seeds": len({record["seed"] for record in part})}
+    return Row(setting=setting, base=first["base"], recipe=name, is_base=first["is_base"], facts=facts, entries=entries)
 
 
-def _entry(asked: pd.DataFrame, column: Column, base: Entry | None) -> Entry:
-    scale = 100.0 if column.unit == "%" else 1.0
-    there = asked[asked["status"] == MEASURED]
-    note = "; ".join(dict.fromkeys(asked.loc[asked["status"] == MISSING, "reason"]))
-    fact = published.value_of(asked.iloc[0], column)
-    if not len(there):
-        return Entry(note=note, published=fact, num_seeds=0)
-    values = [float(value) * scale for value in there["value"]]
+def _entry(asked: Sequence[Record], column: Column) -> Entry:
+    """Mean over the seeds that have a value; ``partial`` and a note when some have none."""
+    there = [record for record in asked if record["status"] == MEASURED]
+    note = "; ".join(dict.fromkeys(record["reason"] for record in asked if record["status"] == MISSING))
+    fact = published.value_of(asked[0], column)
+    if not there:
+        return Entry(note=note, published=fact)
+    values = [record["value"] * column.scale for record in there]
     mean = math.fsum(values) / len(values)
-    spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else None
-    gap = None if base is None or base.value is None or asked.iloc[0]["is_base"] else mean - base.value
-    flags = ",".join(dict.fromkeys(flag for flag in there["flags"] if flag))
+    spread = error = None
+    if len(values) > 1:
+        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+        error = spread / math.sqrt(len(values))
+    elif there[0]["stderr"] is not None:
+        error = there[0]["stderr"] * column.scale
+    flags = ", ".join(dict.fromkeys(record["flags"] for record in there if record["flags"]))
     return Entry(
-        value=mean, spread=spread, num_seeds=len(values), gap=gap, published=fact, note=note,
-        partial=len(there) < len(asked), flags=flags,
+        value=mean, spread=spread, error=error, num_seeds=len(values), published=fact, note=note, flags=flags,
+        partial=len(there) < len(asked),
     )  # fmt: skip
+
+
+def _against(row: Row, base: Row | None) -> Row:
+    """A row with its gaps to the base model; a value whose base value is missing is not shown."""
+    entries = {}
+    for column, entry in row.entries.items():
+        reference = None if base is None or column not in base.entries else base.entries[column].value
+        if entry.value is None:
+            entries[column] = entry
+        elif reference is None:
+            note = "measured, but not shown until its base model is"
+            entries[column] = Entry(published=entry.published, note=note)
+        else:
+            kept = 100 * entry.value / reference if reference and column.higher_is_better else None
+            entries[column] = replace(entry, gap=entry.value - reference, kept=kept)
+    return replace(row, entries=entries)
+
+
+def _mark_best(rows: list[Row], base: str, columns: Sequence[Column]) -> list[Row]:
+    """Mark the best cell of a base model in each column where it beats every other by two standard errors."""
+    for column in columns:
+        sign = 1 if column.higher_is_better else -1
+        ranked = sorted(
+            (row for row in rows if row.base == base and not row.is_base and column in row.entries
+             and row.entries[column].value is not None),
+            key=lambda row: -sign * (row.entries[column].value or 0.0),
+        )  # fmt: skip
+        if len(ranked) > 1 and all(_beats(ranked[0].entries[column], row.entries[column]) for row in ranked[1:]):
+            best = ranked[0]
+            marked = replace(best, entries={**best.entries, column: replace(best.entries[column], best=True)})
+            rows = [marked if row is best else row for row in rows]
+    return rows
+
+
+def _beats(a: Entry, b: Entry) -> bool:
+    if a.value is None or b.value is None or a.error is None or b.error is None:
+        return False
+    return abs(a.value - b.value) > 2 * math.hypot(a.error, b.error)

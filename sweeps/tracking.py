@@ -118,7 +118,7 @@ class Tracker:
             self.client.set_tag(run_id, name, text)
 
     def log_curve(self, run_id: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Training curve: ``train/<name>`` of every number in a row, step = tokens seen. Non-finite values are left out."""
+        """Training curve: ``train/<name>`` of every finite number in a row, step = tokens seen."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -132,7 +132,7 @@ class Tracker:
             self.client.log_batch(run_id, metrics=metrics[start : start + 1000])
 
     def log_scores(self, run_id: str, scores: Iterable[Score], *, step: int = 0) -> None:
-        """``eval/<task>/<metric>`` of every score with a value; all of them, reasons and details too, as scores/<task>.json."""
+        """``eval/<task>/<metric>`` of scores with a value; all, with reasons and details, as scores/<task>.json."""
         from mlflow.entities import Metric
 
         found = list(scores)
@@ -210,7 +210,8 @@ def cell_params(cell: Cell) -> dict[str, Any]:
 
 def metric_name(name: str) -> str:
     """A name that MLflow takes, one to one with ``plain_name``: ``@`` reads `` at ``, other characters outside
-    ``[A-Za-z0-9_./-]`` are written in hex: ``niah_single_1@512`` → ``niah_single_1 at 512``, ``acc,none`` → ``acc:2c:none``."""
+    ``[A-Za-z0-9_./-]`` are written in hex: ``niah_single_1@512`` → ``niah_single_1 at 512``, ``acc,none`` →
+    ``acc:2c:none``."""
     spelled = re.sub(r"[^A-Za-z0-9_./@-]", lambda match: f":{match[0].encode().hex()}:", name)
     return spelled.replace("@", " at ")
 

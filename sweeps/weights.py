@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -11,25 +12,52 @@ from urllib.parse import urlsplit
 
 from linear_core.models import BaseModel
 
+log = logging.getLogger(__name__)
 
-def why_not_at_hand(model: BaseModel, revision: str) -> str:
+
+def revision_of(model: BaseModel) -> str:
+    """Of the weights at hand, else the hub's newest (asked within seconds); ``unresolved`` when neither is there."""
+    from linear_core.models import revision
+
+    found = revision(model)
+    if found != "unresolved" or _offline() or not hub_reachable():
+        return found
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return (HfApi().model_info(model.source, timeout=5).sha or found)[:16]
+    except (HfHubHTTPError, OSError) as error:
+        log.warning("the hub does not give the revision of %s: %s", model.source, error)
+        return found
+
+
+def why_not_at_hand(model: BaseModel) -> str:
     """Why the weights are neither here nor to be had from the hub, and what to do; "" when they are.
 
-    A folder must hold safetensors; a hub model must be in the local cache or the hub be reachable, with a token if gated.
+    A folder must hold safetensors; a hub model must be in the local cache, or the hub reachable (gated: with a token).
     """
     if model.is_folder:
         if any(Path(model.source).glob("*.safetensors")):
             return ""
         return f"weights not available: {model.source} has no .safetensors file"
-    if revision != "unresolved":
+    from huggingface_hub import constants
+
+    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{model.source.replace('/', '--')}" / "snapshots"
+    if any(snapshots.glob("*/*.safetensors")):
         return ""
     if model.gated and not _has_token():
         return f"weights not available: {model.source} is gated; accept its licence on the hub and set HF_TOKEN"
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    if _offline():
         return f"weights not available: {model.source} is not in the local cache and HF_HUB_OFFLINE is set"
     if not hub_reachable():
-        return f"weights not available: {model.source} is not in the local cache and the hub cannot be reached; give a folder"
+        here = "is not in the local cache and the hub cannot be reached"
+        return f"weights not available: {model.source} {here}; give a folder"
     return ""
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
 def _has_token() -> bool:
