@@ -1,1 +1,1 @@
-"""Measuring what a linearized model lost: tasks, scores, attribution. Importing this package imports no torch and no lm-eval."""
+"""Measuring what a linearized model lost: tasks, scores, attribution. Importing it imports no torch and no lm-eval."""

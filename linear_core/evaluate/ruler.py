@@ -1,0 +1,127 @@
+"""RULER's data, made by lm-eval's own generators: any length, as many samples as asked for, seeded, once a process.
+
+Importing this module imports lm-eval's generators' needs only inside functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from linear_core.evaluate.offline import hub_reachable, read_json, read_rows, task_files
+from linear_core.evaluate.scores import TaskSpec
+from linear_core.evaluate.tasks import TASKS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+HARNESS_SAMPLES = 500  # what lm-eval makes at any length
+_made: dict[Any, list[dict[str, Any]]] = {}
+_lock = threading.Lock()
+
+
+def samples(task: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """The first ``task.limit`` samples of the seeded stream that lm-eval's generator makes (all 500 without a limit).
+
+    A limit takes the first ones since every sample is drawn independently: a shorter run is a part of a longer one and
+    nothing is made in vain. Seed 0 gives lm-eval's own samples. Raises ValueError when the length is too short.
+    """
+    most = min(task.limit or HARNESS_SAMPLES, HARNESS_SAMPLES)
+    key = (task.name, task.length, task.seed, most, id(tokenizer), tuple(task_files(TASKS[task.name]) or ()))
+    with _lock:  # the generators draw from the global random streams
+        if key not in _made:
+            _made[key] = _make(task, tokenizer, most)
+        return _made[key]
+
+
+def _make(task: TaskSpec, tokenizer: PreTrainedTokenizerBase, most: int) -> list[dict[str, Any]]:
+    module_name, function, counter = TASKS[task.name].generator.split(":")
+    module = _fresh(module_name)
+    module.get_tokenizer = lambda *args, **kwargs: tokenizer  # type: ignore[attr-defined]
+    files = task_files(TASKS[task.name])
+    if files and module_name == "qa_utils":
+        module.download_json = lambda url: read_json(files[0])  # type: ignore[attr-defined]
+    if files and module_name == "niah_utils":
+        original = module.get_haystack  # type: ignore[attr-defined]
+        module.get_haystack = lambda type_haystack: (  # type: ignore[attr-defined]
+            essay_words(files[0]) if type_haystack == "essay" else original(type_haystack=type_haystack)
+        )
+    generate: Callable[..., Any] = getattr(module, counter)
+
+    def fewer(*args: Any, num_samples: int = HARNESS_SAMPLES, **kwargs: Any) -> Any:
+        available = len(kwargs["qas"]) if "qas" in kwargs else HARNESS_SAMPLES
+        return generate(*args, num_samples=min(num_samples, most, available), **kwargs)
+
+    setattr(module, counter, fewer)
+    with _seeded(task.seed), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        data = getattr(module, function)(max_seq_lengths=[task.length], tokenizer="given")
+    return [dict(row) for row in data["test"]]
+
+
+def essay_words(path: Path) -> list[str]:
+    """The haystack of the essay tasks, as lm-eval splits it."""
+    return re.sub(r"\s+", " ", " ".join(row["text"] for row in read_rows(path))).split(" ")
+
+
+def _fresh(name: str) -> ModuleType:
+    """A new copy of one of lm-eval's RULER modules: its own random stream starts anew, and changes to it stay here."""
+    import lm_eval.tasks
+
+    with _quiet_nltk(), contextlib.redirect_stdout(io.StringIO()):
+        path = Path(lm_eval.tasks.__file__).parent / "ruler" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"golinear_{name}", path)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        _split_sentences_offline()
+    return module
+
+
+@contextlib.contextmanager
+def _quiet_nltk() -> Iterator[None]:
+    """lm-eval downloads nltk's sentence model at import: with no hub in reach that would only wait for a time-out."""
+    import nltk
+
+    download = nltk.download
+    if not hub_reachable():
+        nltk.download = lambda *args, **kwargs: False
+    try:
+        yield
+    finally:
+        nltk.download = download
+
+
+def _split_sentences_offline() -> None:
+    """Without nltk's trained sentence model an untrained one splits the essays: positions of needles shift a little."""
+    import nltk
+    from lm_eval.tasks.ruler import prepare_niah
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        prepare_niah.sent_tokenize = nltk.tokenize.punkt.PunktSentenceTokenizer().tokenize
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The global random streams as lm-eval seeds them (0 and 1234), moved on by ``seed``; put back at the end."""
+    import numpy as np
+
+    before = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(1234 + seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])

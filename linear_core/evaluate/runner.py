@@ -1,0 +1,103 @@
+"""One face for plain and linearized models: forward passes with only the logits asked for, and caches that fork.
+
+Shape letters: B rows, T tokens, N logit rows asked for, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Runner:
+    """Runs a causal model without gradients. ``switches`` go to every forward of a linearized model (attribution)."""
+
+    def __init__(self, model: PreTrainedModel, *, switches: dict[str, Any] | None = None) -> None:
+        self.model = model
+        self.switches = switches or {}
+        self.linearized = hasattr(model, "new_cache")
+        if self.switches and not self.linearized:
+            raise ValueError(f"switches {sorted(self.switches)} need a linearized model, not {type(model).__name__}")
+        # transformers calls it ``cache`` from 5.24 on, ``past_key_values`` before
+        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def new_cache(self, batch_size: int) -> Any:
+        """An empty cache for ``batch_size`` rows."""
+        if self.linearized:
+            return self.model.new_cache(batch_size)  # type: ignore[operator]
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    def fork(self, cache: Any, rows: int) -> Any:
+        """``rows`` copies of a cache of one row, as one cache; the original stays as it is."""
+        if self.linearized:
+            forked = cache.fork()
+            if rows > 1:
+                forked.batch_repeat_interleave(rows)
+            return forked
+        forked = copy.copy(cache)
+        forked.layers = [copy.copy(layer) for layer in cache.layers]
+        for layer in forked.layers:
+            layer.keys = layer.keys.expand(rows, -1, -1, -1)  # a view: the first update makes the copy
+            layer.values = layer.values.expand(rows, -1, -1, -1)
+        return forked
+
+    def row_bytes(self, num_tokens: int) -> int:
+        """Bytes of cache and activations that one row of this many tokens takes in a forward pass, roughly."""
+        config = self.model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_token = config.num_hidden_layers * config.num_key_value_heads * head_dim * 2 + 8 * config.intermediate_size
+        return num_tokens * per_token * self.model.dtype.itemsize
+
+    @contextlib.contextmanager
+    def _only(self, rows: Tensor | None, columns: Tensor | None) -> Iterator[None]:
+        """Inside, the output head sees the hidden states of (row, column) pairs only: [1, N, C], not [B, T, C]."""
+        if rows is None:
+            yield
+            return
+        head = self.model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda _, args: (args[0][rows, columns][None], *args[1:]))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor, *, at: tuple[list[int], list[int]] | None = None, cache: Any = None,
+               mask: Tensor | None = None) -> Tensor:  # fmt: skip
+        """Logits [N, V] float32 after the tokens ``at`` = (rows, columns), or after each row's last column when None.
+
+        tokens: [B, T]; cache: takes the tokens in; mask: [B, past + T] of 0 and 1 where rows are padded on the left.
+        """
+        keep: dict[str, Any] = {"logits_to_keep": 1} if at is None else {}
+        if cache is not None:
+            keep |= {self._cache_name: cache, "use_cache": True}
+        elif not self.linearized:
+            keep["use_cache"] = False
+        if mask is not None:
+            keep["attention_mask"] = mask
+            if not self.linearized:
+                keep["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+        index = None if at is None else tuple(torch.tensor(i, device=tokens.device) for i in at)
+        with self._only(*(index or (None, None))):
+            out = self.model(input_ids=tokens, **keep, **self.switches).logits
+        return out.flatten(0, 1).float()
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor, cache: Any) -> None:
+        """Takes tokens [B, T] into the cache, with the logits of no position but the last."""
+        self.logits(tokens, at=([0], [tokens.shape[1] - 1]), cache=cache)
