@@ -1,0 +1,66 @@
+"""Ray for one flow: an own loopback instance, or the cluster that RAY_ADDRESS names, which is left running."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+OBJECT_STORE_BYTES = 100 * 2**20  # stages talk through files: Ray carries small values only
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a cluster can give in all: whole GPUs and CPUs, and nodes."""
+
+    gpus: int
+    cpus: int
+    nodes: int
+
+
+@contextmanager
+def cluster() -> Iterator[Capacity]:
+    """Connect (or start Ray on this machine), yield what there is, disconnect. A Ray that was there before stays."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    if ray.is_initialized():
+        yield _capacity(ray)
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    own: dict[str, Any] = {
+        "address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1",
+    }  # fmt: skip
+    ray.init(**({"address": address} if address else own), log_to_driver=False, logging_level="error")
+    try:
+        capacity = _capacity(ray)
+        log.info("ray %s: %d nodes, %d CPUs, %d GPUs", address or "on this machine", capacity.nodes, capacity.cpus, capacity.gpus)
+        yield capacity
+    finally:
+        ray.shutdown()
+
+
+def _capacity(ray: Any) -> Capacity:
+    total = ray.cluster_resources()
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    return Capacity(gpus=int(total.get("GPU", 0)), cpus=int(total.get("CPU", 1)), nodes=nodes)
+
+
+def check_feasible(wanted_gpus: int, capacity: Capacity) -> None:
+    """Raises ValueError when a cell wants more GPUs than the cluster has: Ray itself would wait for ever."""
+    if wanted_gpus > capacity.gpus:
+        raise ValueError(
+            f"gpus={wanted_gpus} a cell is wanted, but {capacity.gpus} are available on {capacity.nodes} node(s); "
+            f"allowed here: 0 … {capacity.gpus}"
+        )
+
+
+def node_alive(node_id: str) -> bool:
+    """Whether a node still belongs to the cluster: an actor that died on a living node crashed, else it was preempted."""
+    import ray
+
+    return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())

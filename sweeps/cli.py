@@ -1,0 +1,37 @@
+"""The command line `golinear`. Starts without torch: every command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import typer
+
+from sweeps.commands import models, services, studies
+from sweeps.commands.console import Refused, errors
+
+app = typer.Typer(
+    name="golinear", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Turn pretrained transformers into linear-time models: convert, train, measure, and sweep.",
+)  # fmt: skip
+for group in (services, studies, models):
+    group.add_to(app)
+
+
+@app.callback()
+def options(verbose: bool = typer.Option(False, "--verbose", "-v", help="more of what goes on, on standard error")) -> None:
+    """Settings of every command."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+
+
+def main() -> None:
+    """Entry point. Exit status 0 done, 1 refused or failed, 2 wrong input; one line on standard error, no traceback
+    (GOLINEAR_TRACEBACK=1 shows it)."""
+    try:
+        app()
+    except (ValueError, Refused, RuntimeError, OSError, KeyError) as error:
+        if os.environ.get("GOLINEAR_TRACEBACK"):
+            raise
+        errors.print(f"golinear: {error.args[0] if isinstance(error, KeyError) else error}", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, ValueError) else 1)

@@ -1,0 +1,201 @@
+"""golinear plan, table, grids, status, logs, forget, retry, diff: what to run, and what came out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Optional
+
+import typer
+
+from sweeps.commands.console import Refused, console, errors, say
+
+if TYPE_CHECKING:
+    from sweeps.plan import Plan
+
+SWEEP = typer.Argument(None, help="a sweep's name or id; default: the newest")
+JSON = typer.Option(False, "--json", help="as JSON")
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (plan, grids, table, status, logs, forget, retry, diff):
+        app.command()(command)
+
+
+def with_request(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of ``request.HELP``, as text; they arrive in its ``**request``."""
+    from sweeps.request import HELP
+
+    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    asked = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=Optional[str],  # noqa: UP045 - typer reads this form
+            default=typer.Option(None, f"--{name.replace('_', '-')}", help=text),
+        )
+        for name, text in HELP.items()
+    ]  # fmt: skip
+    command.__signature__ = inspect.Signature([*own, *asked])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in (*own, *asked)}
+    return command
+
+
+@with_request
+def plan(
+    grid: str = typer.Argument("ablation", help="which grid: golinear grids lists them"),
+    gpus: int = typer.Option(None, help="GPUs of a cell; default: one where there is one"),
+    machine: str = typer.Option("here", help="plan for another machine, e.g. 8xh200"),
+    max_gpu_hours: float = typer.Option(None, help="refuse what would take more"),
+    json: bool = JSON,
+    **request: Any,
+) -> None:
+    """What a sweep would do, cell by cell, before anything starts: run, resume, skip, wait or refuse."""
+    from sweeps.cost import Machine
+    from sweeps.plan import Placement, make_plan
+    from sweeps.request import build
+    from sweeps.store import Store
+
+    sweep = build(grid, **request)
+    there = Machine.parse(machine)
+    placement = None if gpus is None else Placement(num_gpus=gpus)
+    made = make_plan(sweep, Store(), there, placement, max_gpu_hours=max_gpu_hours)
+    if json:
+        typer.echo(made.to_json())
+    else:
+        show_plan(made)
+    if made.refusal:
+        raise Refused(f"refused: {made.refusal}")
+
+
+def show_plan(made: Plan) -> None:
+    """The plan as a table, with what it adds up to."""
+    from rich.table import Table
+
+    colours = {"run": "green", "resume": "cyan", "skip": "dim", "wait": "yellow", "refuse": "red"}
+    rows = Table("cell", "action", "why", "minutes", "GiB", box=None)
+    for item in made.items:
+        colour = colours[item.action]
+        busy = item.action in ("run", "resume")
+        rows.add_row(item.cell.label, f"[{colour}]{item.action}[/]", item.reason,
+                     f"{item.seconds / 60:.1f}" if busy else "", f"{item.memory / 2**30:.1f}" if busy else "")  # fmt: skip
+    console.print(rows)
+    for label, reason in made.sweep.left_out:
+        console.print(f"left out: {label}: {reason}", markup=False, style="dim")
+    for task, source in zip(made.sweep.tasks, made.sweep.task_sources):
+        if source.reason:
+            console.print(f"not measured here: {task.label}: {source.reason}", markup=False, style="yellow")
+    counts = ", ".join(f"{count} {action}" for action, count in made.counts.items() if count)
+    cost = "" if made.cost is None else f", cost {made.cost:.2f}"
+    console.print(f"{counts}; about {made.seconds / 60:.0f} min of device time, {made.gpu_hours:.1f} GPU-hours{cost}")
+
+
+def grids(json: bool = JSON) -> None:
+    """The grids, what each shows, and how many cells it has."""
+    from rich.table import Table
+
+    from sweeps.grids import GRIDS
+
+    listed = [{"grid": name, "shows": (function.__doc__ or "").splitlines()[0]} for name, function in GRIDS.items()]
+    if json:
+        console.print_json(data=listed)
+        return
+    rows = Table("grid", "shows", box=None)
+    for grid in listed:
+        rows.add_row(grid["grid"], grid["shows"])
+    console.print(rows)
+
+
+def table(sweep: str = SWEEP, format: str = typer.Option("text", help="text, markdown, csv, latex, html, json")) -> None:
+    """The scaling table of a sweep: base model and cells, gap to base, cost; built from the store alone."""
+    from sweeps import queries, tables
+    from sweeps.store import Store
+
+    store = Store()
+    _, spec = queries.load_sweep(store, sweep)
+    typer.echo(tables.render(tables.frame(store, spec), format))
+
+
+def status(
+    sweep: str = SWEEP,
+    failed: bool = typer.Option(False, "--failed", help="only what failed, with its reason"),
+    json: bool = JSON,
+) -> None:
+    """What is true now: every cell of a sweep, who works on it, what failed and why."""
+    from sweeps import queries
+    from sweeps.plan import make_plan
+    from sweeps.store import Store
+
+    store = Store()
+    sweep_id, spec = queries.load_sweep(store, sweep)
+    state = queries.sweep_state(store, sweep_id)
+    made = make_plan(spec, store)
+    found = {failure.key: failure for failure in queries.failures(store)}
+    rows = [
+        {**item.to_dict(), "failure": found[item.key].reason if item.key in found else "", "cause": found[item.key].cause if item.key in found else ""}
+        for item in made.items
+        if not failed or item.key in found
+    ]
+    if json:
+        console.print_json(data={"sweep": sweep_id, "state": state, "counts": made.counts, "cells": rows})
+        return
+    words = {"skip": "done", "run": "to do", "resume": "stopped", "wait": "running", "refuse": "refused"}
+    console.print(f"{sweep_id}: {state}; " + ", ".join(f"{n} {words[a]}" for a, n in made.counts.items() if n), highlight=False)
+    for row in rows:
+        reason = f"  {row['cause']}: {row['failure']}" if row["failure"] else f"  {row['reason']}" if row["reason"] != "done" else ""
+        state = "failed" if row["failure"] and row["action"] != "wait" else words[row["action"]]
+        console.print(f"  {state:8} {row['label']:40} {row['key']}{reason}", highlight=False, markup=False, soft_wrap=True)
+
+
+def logs(cell: str = typer.Argument(help="a cell's key, its beginning, or its last 16 characters")) -> None:
+    """Why a cell failed: reason, end of its log and traceback of its newest failed attempt."""
+    from sweeps import queries
+    from sweeps.store import Store
+
+    store = Store()
+    found = queries.failures(store, queries.find_key(store, cell))
+    if not found:
+        console.print("no failed attempt", highlight=False)
+        return
+    newest = found[0]
+    say(f"{newest.key} attempt {newest.attempt} {newest.state}: {newest.cause}: {newest.reason}")
+    for title, text in (("end of its log", newest.log_tail), ("traceback", newest.traceback)):
+        if text:
+            errors.rule(title)
+            typer.echo(text)
+
+
+def forget(cell: str = typer.Argument(help="as in golinear logs")) -> None:
+    """Drop one cell's result, scores and checkpoints, so that it alone runs again."""
+    from sweeps import queries
+    from sweeps.store import Store
+
+    store = Store()
+    key = queries.find_key(store, cell)
+    attempts = queries.forget(store, key)
+    console.print(f"forgot {key} ({attempts} attempts); the next run of its sweep computes it again", highlight=False)
+
+
+def retry(cells: list[str] = typer.Argument(None, help="as in golinear logs; default: all that failed")) -> None:
+    """Let failed cells run again: their failures stop counting."""
+    from sweeps import queries
+    from sweeps.store import Store
+
+    store = Store()
+    keys = [queries.find_key(store, cell) for cell in cells] if cells else None
+    console.print(f"{queries.retry(store, keys)} failures set aside; run the sweep again", highlight=False)
+
+
+def diff(
+    first: str = typer.Argument(help="a cell's key of the store, as in golinear logs"),
+    second: str = typer.Argument(help="the other one"),
+) -> None:
+    """What differs between two cells, a line each."""
+    from sweeps import cell, queries
+    from sweeps.store import Store
+
+    store = Store()
+    keys = [queries.find_key(store, text) for text in (first, second)]
+    known = {c.train_key: c for entry in queries.list_sweeps(store) for c in queries.load_sweep(store, entry["id"])[1].cells}
+    if absent := [key for key in keys if key not in known]:
+        raise ValueError(f"{', '.join(absent)} belongs to no sweep of this store")
+    for line in cell.diff(known[keys[0]], known[keys[1]]) or ["the same cell"]:
+        console.print(line, highlight=False, markup=False)
