@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 100 * 2**20  # stages talk through files: Ray carries small values only
 
 
@@ -33,13 +32,14 @@ def cluster() -> Iterator[Capacity]:
         return
     address = os.environ.get("RAY_ADDRESS")
     own: dict[str, Any] = {
-        "address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1",
-    }  # fmt: skip
-    ray.init(**({"address": address} if address else own), log_to_driver=False, logging_level="error")
+        "address": "local",
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "_node_ip_address": "127.0.0.1",
+    }
+    ray.init(**({"address": address} if address else own), log_to_driver=False, logging_level=logging.ERROR)
     try:
-        capacity = _capacity(ray)
-        log.info("ray %s: %d nodes, %d CPUs, %d GPUs", address or "on this machine", capacity.nodes, capacity.cpus, capacity.gpus)
-        yield capacity
+        yield _capacity(ray)
     finally:
         ray.shutdown()
 
@@ -50,17 +50,14 @@ def _capacity(ray: Any) -> Capacity:
     return Capacity(gpus=int(total.get("GPU", 0)), cpus=int(total.get("CPU", 1)), nodes=nodes)
 
 
-def check_feasible(wanted_gpus: int, capacity: Capacity) -> None:
-    """Raises ValueError when a cell wants more GPUs than the cluster has: Ray itself would wait for ever."""
-    if wanted_gpus > capacity.gpus:
-        raise ValueError(
-            f"gpus={wanted_gpus} a cell is wanted, but {capacity.gpus} are available on {capacity.nodes} node(s); "
-            f"allowed here: 0 … {capacity.gpus}"
-        )
+def check_feasible(wanted: int, available: int) -> None:
+    """Raises ValueError when a cell wants more GPUs than there are: Ray itself would wait for ever."""
+    if wanted > available:
+        raise ValueError(f"gpus={wanted} a cell is wanted, {available} are available; allowed here: 0 … {available}")
 
 
 def node_alive(node_id: str) -> bool:
-    """Whether a node still belongs to the cluster: an actor that died on a living node crashed, else it was preempted."""
+    """Whether a node still belongs to the cluster: an actor that dies on a living node crashed."""
     import ray
 
     return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())

@@ -1,6 +1,194 @@
-from prefect import flow
+"""The flow `sweep`: plan → base models scored first → convert, train, evaluate of each cell → table.
+
+Deployments (prefect.yaml): sweep/ablation, sweep/scaling. In this process, without a server's worker: `golinear run`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from typing import Any
+
+from prefect import flow, get_run_logger, runtime
+from prefect.artifacts import create_markdown_artifact
+from prefect.states import Completed, Failed, State
+
+from flows.cluster import Capacity, check_feasible, cluster
+from flows.runner import DONE, Outcome, Runner
+from sweeps import queries, render, services, tables
+from sweeps.cell import Placement, key_of
+from sweeps.cost import Machine
+from sweeps.grids import Sweep, pin
+from sweeps.plan import Plan, make_plan
+from sweeps.request import build
+from sweeps.store import Store
+from sweeps.tracking import Tracker, prepare
+
+Words = str | list[str]
 
 
-@flow(name="sweep")
-def sweep(grid: str = "ablation", models: str | list[str] = "smollm2-135m", mechanisms: str = "gdn", budgets: str = "56+8") -> str:
-    return grid
+@flow(name="sweep", description="Linearize base models in several ways, train, measure against the base, make a table.")
+def sweep(
+    grid: str = "ablation",
+    models: Words = "smollm2-135m",
+    mechanisms: Words | None = None,
+    budgets: Words | None = None,
+    adaptations: Words | None = None,
+    merges: Words | None = None,
+    softmax_layers: Words | None = None,
+    recipes: Words | None = None,
+    seeds: int | str | list[int | str] | None = None,
+    tokens: int | float | str | None = None,
+    sequence_length: int | str | None = None,
+    batch_size: int | str | None = None,
+    learning_rate: float | str | None = None,
+    warmup_steps: int | str | None = None,
+    objective: str | None = None,
+    tasks: Words | None = None,
+    limit: int | str | list[str] | None = None,
+    lengths: int | str | list[int | str] | None = None,
+    data: str | None = None,
+    name: str | None = None,
+    gpus: int | None = None,
+    workers: int | None = None,
+    max_gpu_hours: float | None = None,
+    fail_fast: bool = False,
+) -> State:
+    """Run a sweep. ``sweeps.request.HELP`` says what the parameters mean; None is the grid's default.
+
+    gpus: of one cell; default one where there is one. workers: cells at work at a time; default one a GPU, or one.
+    COMPLETED only if every cell is done; otherwise FAILED, naming the cells, while the others keep their scores.
+    Raises ValueError, before anything starts, for whatever is not allowed.
+    """
+    given = {k: v for k, v in locals().items() if k not in ("grid", "gpus", "workers", "max_gpu_hours", "fail_fast")}
+    clock = Clock()
+    say = get_run_logger().info
+    with ExitStack() as stack:
+        spec = pin(build(grid, **given))
+        store = Store()
+        tracker = prepare(grid)
+        for orphan in tracker.end_orphans(queries.live_runs(store)):
+            say("MLflow run %s of a process that died: KILLED", orphan)
+        capacity = stack.enter_context(cluster()) if os.environ.get("RAY_ADDRESS") else None
+        machine = _machine(capacity)
+        placement = Placement(num_gpus=min(1, machine.num_gpus) if gpus is None else gpus, source=spec.source)
+        check_feasible(placement.num_gpus, machine.num_gpus)
+        plan = make_plan(spec, store, machine, placement, max_gpu_hours=max_gpu_hours)
+        _show_plan(plan, say)
+        clock.part("plan")
+        if plan.refusal:
+            raise ValueError(f"refused: {plan.refusal}")
+        run = _prepare(plan, spec, store, tracker, workers, fail_fast)
+        if plan.counts["skip"] < len(plan.items):
+            capacity = capacity or stack.enter_context(cluster())
+            run.placement = dataclasses.replace(placement, num_cpus=max(1, capacity.cpus // run.num_slots))
+            clock.part("ray start")
+            state = "failed"
+            try:
+                run.run(plan)
+                state = "completed" if _all_done(plan, run.outcomes) else "failed"
+            finally:
+                queries.set_sweep_state(store, run.sweep_id, state)
+                if state == "failed":
+                    tracker.end(run.parent, "FAILED")
+            clock.skip()
+    table = _finish(plan, spec, store, run)
+    clock.part("table")
+    for line in (table, f"time: {clock.report(run.seconds)}"):
+        say("\n%s" if "\n" in line else "%s", line)
+    return _state(plan, run)
+
+
+def _machine(capacity: Capacity | None) -> Machine:
+    """This machine, with the GPUs of the cluster when there is one."""
+    here = Machine.detect()
+    return here if capacity is None else dataclasses.replace(here, num_gpus=capacity.gpus, num_cpus=capacity.cpus)
+
+
+def _prepare(plan: Plan, spec: Sweep, store: Store, tracker: Tracker, workers: int | None, fail_fast: bool) -> Runner:
+    """What a run of this sweep needs; the sweep is remembered in the store and its parent run in MLflow is open."""
+    keys = {"cells": [item.key for item in plan.items], "tasks": [task.canonical() for task in spec.tasks]}
+    sweep_id = key_of(spec.name, keys)
+    queries.save_sweep(store, sweep_id, spec)
+    run = runtime.flow_run
+    links = {"prefect.flow_run": str(run.ui_url or run.id), "prefect.flow_run_name": str(run.name)}
+    parent = tracker.start_sweep(f"{spec.name} {run.name}", sweep_id, tags=links)
+    tracker.log_text(parent, plan.to_json(), "plan.json")
+    if page := services.urls().get("mlflow"):
+        get_run_logger().info("MLflow: %s/#/experiments/%s/runs/%s", page, tracker.experiment_id, parent)
+    per_gpu = plan.machine.num_gpus // plan.placement.num_gpus if plan.placement.num_gpus else 1
+    num_slots = max(1, min(workers or per_gpu, len(plan.to_do)))
+    return Runner(
+        sweep=spec, sweep_id=sweep_id, store=store, tracker=tracker, parent=parent, machine=plan.machine,
+        placement=plan.placement, num_slots=num_slots, say=get_run_logger().info, links=links, fail_fast=fail_fast,
+    )  # fmt: skip
+
+
+def _show_plan(plan: Plan, say: Any) -> None:
+    """The plan as lines of the log and as a Prefect artifact."""
+    rows = ["| cell | action | why | minutes |", "|---|---|---|---|"]
+    for item in plan.items:
+        minutes = f"{item.seconds / 60:.1f}" if item.action in ("run", "resume") else ""
+        rows.append(f"| {item.cell.label} | {item.action} | {item.reason} | {minutes} |")
+        say("%s: %s%s", item.cell.label, item.action, f" ({item.reason})" if item.reason else "")
+    for task, source in zip(plan.sweep.tasks, plan.sweep.task_sources):
+        rows.append(f"\n{task.label}: {source.reason or source.source}")
+        if source.reason:
+            say("%s is not measured here: %s", task.label, source.reason)
+    create_markdown_artifact("\n".join(rows), key="plan", description=f"plan of {plan.sweep.name}")
+
+
+def _finish(plan: Plan, spec: Sweep, store: Store, run: Runner) -> str:
+    """The table: a Prefect artifact, an MLflow artifact and note of the parent run; as text for the log."""
+    made = tables.summary(tables.frame(store, spec), title=spec.name)
+    markdown = render.render(made, "markdown")
+    create_markdown_artifact(markdown, key="table", description=f"scaling table of {spec.name}")
+    run.tracker.log_text(run.parent, markdown, "table.md")
+    run.tracker.set_tags(run.parent, {"mlflow.note.content": markdown})
+    run.tracker.end(run.parent, "FINISHED" if _all_done(plan, run.outcomes) else "FAILED")
+    return render.render(made, "text")
+
+
+def _undone(plan: Plan, outcomes: dict[str, Outcome]) -> list[Outcome]:
+    """Every cell of the plan that has no result: failed, stopped, refused, claimed elsewhere, or never reached."""
+    absent = (outcomes.get(i.key, Outcome(i.cell.label, "not run", i.reason)) for i in plan.items if i.action != "skip")
+    return [outcome for outcome in absent if outcome.state != DONE]
+
+
+def _all_done(plan: Plan, outcomes: dict[str, Outcome]) -> bool:
+    return not _undone(plan, outcomes)
+
+
+def _state(plan: Plan, run: Runner) -> State:
+    undone = _undone(plan, run.outcomes)
+    skipped = plan.counts["skip"]
+    if undone:
+        named = "; ".join(f"{outcome.label} ({outcome.reason or outcome.state})" for outcome in undone)
+        return Failed(message=f"{len(undone)} of {len(plan.items)} cells are not done: {named}")
+    done = f"{len(plan.items) - skipped} cells done"
+    return Completed(message=f"{done}, {skipped} were done before" if skipped else done)
+
+
+class Clock:
+    """Seconds by part of the flow, for the line at its end."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, float] = defaultdict(float)
+        self._at = self._start = time.monotonic()
+
+    def part(self, name: str) -> None:
+        """All since the last call was this part."""
+        now = time.monotonic()
+        self._parts[name] += now - self._at
+        self._at = now
+
+    def skip(self) -> None:
+        """The time since the last call is told by others."""
+        self._at = time.monotonic()
+
+    def report(self, stages: dict[str, float]) -> str:
+        parts = [f"{name} {seconds:.1f} s" for name, seconds in {**self._parts, **stages}.items()]
+        return f"{', '.join(parts)}; all {time.monotonic() - self._start:.1f} s"

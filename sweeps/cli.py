@@ -9,7 +9,7 @@ import sys
 import typer
 
 from sweeps.commands import models, services, studies
-from sweeps.commands.console import Refused, errors
+from sweeps.commands.console import Refused, say
 
 app = typer.Typer(
     name="golinear", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -20,9 +20,10 @@ for group in (services, studies, models):
 
 
 @app.callback()
-def options(verbose: bool = typer.Option(False, "--verbose", "-v", help="more of what goes on, on standard error")) -> None:
+def options(verbose: bool = typer.Option(False, "--verbose", "-v", help="say more, on standard error")) -> None:
     """Settings of every command."""
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
 
 
 def main() -> None:
@@ -33,5 +34,5 @@ def main() -> None:
     except (ValueError, Refused, RuntimeError, OSError, KeyError) as error:
         if os.environ.get("GOLINEAR_TRACEBACK"):
             raise
-        errors.print(f"golinear: {error.args[0] if isinstance(error, KeyError) else error}", highlight=False, markup=False, soft_wrap=True)
+        say(f"golinear: {error.args[0] if isinstance(error, KeyError) else error}")
         sys.exit(2 if isinstance(error, ValueError) else 1)

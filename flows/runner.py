@@ -1,0 +1,247 @@
+"""Runs the cells of a sweep: claims them, calls their stages as Prefect tasks on slots, records what came out.
+
+The store decides what is true. A cell that failed of a cause that may be tried again comes back in the next round;
+cells that another sweep has claimed are waited for.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Event, Lock
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from flows.progress import Progress
+from flows.queue import Queue
+from flows.slots import Slot, StageFailed
+from flows.workers import read_tail
+from sweeps import queries, retries
+from sweeps.cell import Placement
+from sweeps.claims import holding
+from sweeps.cost import Machine, throughput_name
+from sweeps.grids import Sweep
+from sweeps.plan import Plan, PlanItem, make_plan
+from sweeps.store import Claim, ClaimLost, Store, new_holder
+from sweeps.tracking import Tracker
+
+WAIT_SECONDS = 2.0  # between looks at cells that another sweep has claimed
+FILES = ("new_parameters.safetensors", "recipe.json", "provenance.json", "curve.jsonl", "log.txt")
+DONE, FAILED, STOPPED, ELSEWHERE = "done", "failed", "stopped", "claimed elsewhere"
+
+
+@task(name="stage", task_run_name="{stage} {label}", cache_policy=NO_CACHE)
+def run_stage(stage: str, label: str, call: Callable[[], Any]) -> Any:
+    """One stage of one cell, as Prefect sees it: its state, its duration, its exception."""
+    return call()
+
+
+STAGES = {name: run_stage.with_options(name=name) for name in ("convert", "train", "evaluate")}
+
+
+@dataclass
+class Outcome:
+    """How a cell ended in this run of the flow."""
+
+    label: str
+    state: str
+    reason: str = ""
+
+
+@dataclass
+class Runner:
+    """One run of a sweep. ``say`` gets a line for people; ``parent`` is the sweep's MLflow run."""
+
+    sweep: Sweep
+    sweep_id: str
+    store: Store
+    tracker: Tracker
+    parent: str
+    machine: Machine
+    placement: Placement
+    num_slots: int
+    say: Callable[[str], None]
+    links: dict[str, str]
+    fail_fast: bool = False
+    stop: Event = field(default_factory=Event)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def __post_init__(self) -> None:
+        self.holder = new_holder()
+        self._lock = Lock()
+
+    def run(self, plan: Plan) -> None:
+        """Round after round until nothing is left that may run; ``outcomes`` and ``seconds`` (by stage) say what was."""
+        slots = [Slot(self.store, self.placement) for _ in range(self.num_slots)]
+        try:
+            while not self.stop.is_set():
+                todo, waiting = self._open(plan)
+                if todo:
+                    self._round(slots, todo)
+                elif waiting:
+                    self.stop.wait(WAIT_SECONDS)
+                else:
+                    return
+                plan = make_plan(self.sweep, self.store, self.machine, self.placement)
+        except BaseException:
+            self.stop.set()
+            raise
+        finally:
+            for slot in slots:
+                slot.close()
+
+    def _open(self, plan: Plan) -> tuple[list[PlanItem], list[PlanItem]]:
+        """Cells to run now, and cells to wait for: those claimed elsewhere and those whose base model is."""
+        busy = {item.cell.base for item in plan.items if item.action == "wait" and item.cell.is_base}
+        todo: list[PlanItem] = []
+        waiting: list[PlanItem] = []
+        for item in plan.items:
+            ended = self.outcomes.get(item.key)
+            if item.action == "wait" and (ended is None or ended.state == ELSEWHERE):
+                self.outcomes[item.key] = Outcome(item.cell.label, ELSEWHERE, item.reason)
+                waiting.append(item)
+            elif item.action == "skip" and ended is not None and ended.state == ELSEWHERE:
+                self.outcomes[item.key] = Outcome(item.cell.label, DONE, "done by another sweep")
+            elif item.action == "refuse" and ended is None:
+                self.outcomes[item.key] = Outcome(item.cell.label, FAILED, f"refused: {item.reason}")
+            elif item.action in ("run", "resume") and (ended is None or ended.state == ELSEWHERE):
+                (waiting if item.cell.base in busy and not item.cell.is_base else todo).append(item)
+        return todo, waiting
+
+    def _round(self, slots: list[Slot], todo: Iterable[PlanItem]) -> None:
+        queue = Queue(todo)
+        with ThreadPoolExecutor(len(slots), thread_name_prefix="slot") as pool:
+            # each thread has a copy of the flow's context, so that Prefect sees its tasks as this flow's
+            futures = [pool.submit(contextvars.copy_context().run, self._serve, slot, queue) for slot in slots]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                self.stop.set()
+                queue.close()
+                raise
+
+    def _serve(self, slot: Slot, queue: Queue) -> None:
+        """Cells for one slot until there are none."""
+        while (item := queue.take(slot.base)) is not None:
+            outcome = self._cell(slot, item)
+            with self._lock:
+                if outcome is None:
+                    self.outcomes.pop(item.key, None)  # comes back in the next round
+                else:
+                    self.outcomes[item.key] = outcome
+                scored = outcome is not None and outcome.state == DONE
+                for other in queue.finished(item, scored=scored):
+                    if outcome is not None:
+                        reason = f"its base model was not scored ({outcome.reason})"
+                        self.outcomes[other.key] = Outcome(other.cell.label, outcome.state, reason)
+            failed = outcome is not None and outcome.state == FAILED
+            if self.stop.is_set() or (failed and self.fail_fast):
+                queue.close()
+
+    def _cell(self, slot: Slot, item: PlanItem) -> Outcome | None:
+        """Claim, run and record one cell. None: it failed of a cause that is tried again."""
+        label = item.cell.label
+        claim = self.store.claim(item.key, self.holder)
+        if claim is None:
+            return Outcome(label, ELSEWHERE, "claimed by another sweep a moment ago")
+        tags = {**self.links, "attempt": str(claim.attempt)}
+        run_id = self.tracker.start_cell(self.parent, item.cell, sweep_id=self.sweep_id, tags=tags)
+        try:
+            self.store.note(claim, tracking_run=run_id)
+            with holding(self.store, claim) as lost:
+                failed = self._stages(slot, item, claim, run_id, lost)
+            self.tracker.log_files(run_id, self.store.folder(claim), FILES)
+            if self.stop.is_set() and failed is None:
+                raise StageFailed("preempted", "the flow was asked to stop")
+            if failed:
+                raise StageFailed("error", "; ".join(f"{task}: {reason}" for task, reason in failed.items()))
+            self.store.finish(claim)
+            self.tracker.end(run_id)
+            return Outcome(label, DONE)
+        except ClaimLost as error:
+            self.tracker.end(run_id, "KILLED", str(error))
+            return Outcome(label, ELSEWHERE, str(error))
+        except StageFailed as error:
+            return self._failed(item, claim, run_id, error)
+        except BaseException as error:
+            reason = f"the flow ended: {type(error).__name__}: {error}"
+            self._failed(item, claim, run_id, StageFailed("preempted", reason))
+            raise
+
+    def _stages(self, slot: Slot, item: PlanItem, claim: Claim, run_id: str, lost: Event) -> dict[str, str] | None:
+        """Convert, train and evaluate as the plan says. Returns tasks that failed, with reasons; None when stopped."""
+        cell = item.cell
+        progress = Progress(cell.label, self.say, self.tracker, self.store, claim, run_id)
+        halt = _Either(self.stop, lost)
+
+        def stage(name: str, *arguments: Any) -> Any:
+            started = time.monotonic()
+            try:
+                call = lambda: slot.call(name, cell, claim, *arguments, stop=halt, on_progress=progress)  # noqa: E731
+                return STAGES[name](name, cell.label, call)
+            finally:
+                with self._lock:
+                    self.seconds[name] += time.monotonic() - started
+
+        started = time.monotonic()
+        slot.start(cell.base)
+        with self._lock:
+            self.seconds["worker start"] += time.monotonic() - started
+        if item.train and cell.train is not None:
+            states, _ = queries.overview(self.store)
+            micro_batch = retries.micro_batch(cell.train.batch_size, states[item.key].failures)
+            stage("convert")
+            found = stage("train", micro_batch)
+            if found is None:
+                return None
+            progress.trained(found)
+            rate = found.get("training", {}).get("tokens_per_second")
+            if rate:
+                queries.measure(self.store, throughput_name(self.machine, cell), float(rate))
+        if halt.is_set():
+            return None
+        scores, failed = stage("evaluate", item.tasks, item.train)
+        self.tracker.log_scores(run_id, scores)
+        progress.scored(scores)
+        if not slot.call("settle"):
+            slot.close()
+        return failed
+
+    def _failed(self, item: PlanItem, claim: Claim, run_id: str, error: StageFailed) -> Outcome | None:
+        """Record a failure in store and MLflow. None when the cell may be tried again in this run."""
+        status = "KILLED" if error.cause in ("preempted", "cancelled") else "FAILED"
+        tail = read_tail(self.store.folder(claim))
+        counted = error.cause != "preempted" or not self.stop.is_set()
+        try:
+            self.store.fail(claim, error.cause, error.reason, traceback=error.traceback, log_tail=tail, counted=counted)
+        except ClaimLost as lost:
+            self.tracker.end(run_id, "KILLED", str(lost))
+            return Outcome(item.cell.label, ELSEWHERE, str(lost))
+        self.tracker.log_text(run_id, f"{error.reason}\n\n{error.traceback}\n\n{tail}", "failure.txt")
+        self.tracker.end(run_id, status, f"{error.cause}: {error.reason}")
+        self.say(f"{item.cell.label}: {error.cause}: {error.reason}")
+        if self.stop.is_set():
+            return Outcome(item.cell.label, STOPPED, error.reason)
+        states, _ = queries.overview(self.store)
+        if retries.RETRIES[error.cause] and retries.may_retry(states[item.key].failures, error.cause):
+            return None
+        return Outcome(item.cell.label, FAILED, f"{error.cause}: {error.reason}")
+
+
+class _Either(Event):
+    """Set when this flow is asked to stop or the claim is lost."""
+
+    def __init__(self, *events: Event):
+        super().__init__()
+        self._events = events
+
+    def is_set(self) -> bool:
+        return any(event.is_set() for event in self._events)

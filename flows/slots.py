@@ -1,0 +1,112 @@
+"""A slot runs cells one after another on one Ray actor, and replaces it when it died or must not be used again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+from flows.cluster import node_alive
+from sweeps.cell import Placement
+from sweeps.retries import cause_of
+from sweeps.store import Store
+
+log = logging.getLogger(__name__)
+POLL_SECONDS = 1.0
+STOP_SECONDS = 60.0  # for a stage that was asked to stop, until its process is ended
+
+
+class StageFailed(Exception):
+    """A stage ended without a result: cause (sweeps.retries), reason in a line, traceback of the worker."""
+
+    def __init__(self, cause: str, reason: str, traceback: str = ""):
+        super().__init__(reason)
+        self.cause, self.reason, self.traceback = cause, reason, traceback
+
+    def __reduce__(self) -> Any:
+        return StageFailed, (self.cause, self.reason, self.traceback)
+
+
+class Slot:
+    """One worker process at a time, for cells of one base model at a time. Used by one thread."""
+
+    def __init__(self, store: Store, placement: Placement):
+        self.store, self.placement = store, placement
+        self.base = ""
+        self.node = ""
+        self._actor: Any = None
+
+    def start(self, base: str) -> None:
+        """An actor for this base model: the one that is there when it serves the same, else a fresh process."""
+        if self._actor is not None and self.base == base:
+            return
+        import ray
+
+        from flows.workers import Worker
+
+        self.close()
+        remote = ray.remote(
+            max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1},
+            num_cpus=self.placement.num_cpus, num_gpus=self.placement.num_gpus,
+        )(Worker)  # type: ignore[call-overload]  # fmt: skip
+        self._actor = remote.remote(self.store, self.placement)
+        self.node = ray.get(self._actor.node.remote())
+        self.base = base
+
+    def call(
+        self,
+        stage: str,
+        *arguments: Any,
+        stop: Event | None = None,
+        on_progress: Callable[[dict[str, Any]], None] | None = None,
+    ) -> Any:
+        """Run a stage and wait, handing on its progress every second. ``stop``: ask it to save and return.
+
+        Raises StageFailed with the cause: ``preempted`` (its node is gone), ``crash`` (its process died on a living
+        node), or what its exception stands for.
+        """
+        import ray
+
+        reference = getattr(self._actor, stage).remote(*arguments)
+        asked_at = 0.0
+        try:
+            while True:
+                done, _ = ray.wait([reference], timeout=POLL_SECONDS)
+                if on_progress:
+                    on_progress(ray.get(self._actor.progress.remote()))
+                if done:
+                    return ray.get(reference)
+                if stop is not None and stop.is_set() and not asked_at:
+                    asked_at = time.monotonic()
+                    self._actor.stop.remote()
+                if asked_at and time.monotonic() - asked_at > STOP_SECONDS:
+                    self.close()
+                    raise StageFailed("preempted", f"{stage} was asked to stop and did not within {STOP_SECONDS:.0f} s")
+        except ray.exceptions.RayTaskError as error:
+            raise self._failure(error) from None
+        except ray.exceptions.RayError as error:
+            cause = "crash" if node_alive(self.node) else "preempted"
+            self.close()
+            reason = f"the worker process died during {stage}: {_first_line(error)}"
+            raise StageFailed(cause, reason, str(error)) from None
+
+    def _failure(self, error: Any) -> StageFailed:
+        cause = cause_of(error.cause)
+        if cause == "oom" or "CUDA error" in str(error.cause):
+            self.close()
+        return StageFailed(cause, f"{type(error.cause).__name__}: {error.cause}", str(error))
+
+    def close(self) -> None:
+        """End the process; its GPU memory goes with it."""
+        if self._actor is not None:
+            import ray
+
+            ray.kill(self._actor)
+        self._actor, self.base = None, ""
+
+
+def _first_line(error: BaseException) -> str:
+    told = (line.strip() for line in str(error).splitlines() if "exit detail" in line or "died" in line)
+    return next(told, type(error).__name__)

@@ -1,0 +1,140 @@
+"""The Ray actor of a group: one process that keeps a base model and runs the stages of one cell after another.
+
+A worker knows the store and the files, not Prefect and not MLflow: the flow asks it for progress and writes those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from linear_core.evaluate.scores import Score, TaskSpec
+from sweeps import stages
+from sweeps.cell import Cell, Placement
+from sweeps.store import Claim, Store
+
+MEMORY_SLACK = 64 * 2**20  # bytes that may stay allocated after a cell; more means a fresh process
+
+
+class Worker:
+    """Stages of cells on one device. Calls come one at a time; ``progress`` and ``stop`` also while a stage runs."""
+
+    def __init__(self, store: Store, placement: Placement):
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self.store, self.placement = store, placement
+        self.bench = stages.Bench(placement.device)
+        self.stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._progress: dict[str, Any] = {}
+        self._allocated: int | None = None  # bytes on the GPU after the base model was loaded
+
+    def convert(self, cell: Cell, claim: Claim) -> dict[str, Any]:
+        """Linearize; see ``stages.convert``."""
+        self._begin("convert")
+        folder = self.store.folder(claim)
+        with stages.log_tail(folder):
+            self._load(cell)
+            return stages.convert(cell, folder, self.bench)
+
+    def train(self, cell: Cell, claim: Claim, micro_batch: int | None) -> dict[str, Any] | None:
+        """Train from the newest checkpoint of any attempt and publish. Returns the provenance; None when stopped.
+
+        Raises ClaimLost when someone else took the cell over: nothing is published then.
+        """
+        self._begin("train")
+        folder = self.store.folder(claim)
+        placement = dataclasses.replace(self.placement, micro_batch=micro_batch)
+        with stages.log_tail(folder):
+            stages.adopt_checkpoints(_earlier(folder), folder)
+            found = stages.train(
+                cell, folder, self.bench, placement, on_progress=self._on_progress, should_stop=self.stopping.is_set
+            )
+            if self.stopping.is_set():
+                return None
+            self.store.publish(claim, cell, found)
+        return found
+
+    def evaluate(
+        self, cell: Cell, claim: Claim, tasks: Sequence[tuple[TaskSpec, str]], trained_here: bool
+    ) -> tuple[list[Score], dict[str, str]]:
+        """Measure; each task's scores are stored when it ends. Returns them, and why each task that failed did."""
+        self._begin("evaluate")
+        keys = dict(tasks)
+        folder = self.store.folder(claim)
+        source = folder if trained_here or cell.is_base else self.store.published_folder(cell.train_key)
+        with stages.log_tail(folder):
+            self._load(cell)
+            scores, failed = stages.evaluate(
+                cell, source, self.bench, list(keys),
+                on_score=lambda task, found: self.store.put_scores(claim, keys[task], found),
+                on_progress=self._on_progress,
+            )  # fmt: skip
+        return scores, {label: f"{type(error).__name__}: {error}" for label, error in failed.items()}
+
+    def settle(self) -> bool:
+        """Back to the bare base model. False when GPU memory did not come back: the process should be replaced."""
+        if self.bench.base:
+            self.bench.base_model(self.bench.base)
+        self._progress = {}
+        gc.collect()
+        if self._allocated is None:
+            return True
+        import torch
+
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated() <= self._allocated + MEMORY_SLACK
+
+    def node(self) -> str:
+        """Ray's id of the node that this process runs on."""
+        return ray.get_runtime_context().get_node_id()
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> dict[str, Any]:
+        """What the running stage said last, and ``rows``: the training curve since the last call."""
+        with self._lock:
+            said, self._progress = self._progress, {**self._progress, "rows": []}
+        return said
+
+    @ray.method(concurrency_group="control")
+    def stop(self) -> None:
+        """Ask the running stage to save what it has and return."""
+        self.stopping.set()
+
+    def _begin(self, stage: str) -> None:
+        self._progress = {"stage": stage, "rows": []}
+
+    def _on_progress(self, said: dict[str, Any]) -> None:
+        with self._lock:
+            rows = [*self._progress.get("rows", []), *([said] if "tokens_seen" in said else [])]
+            self._progress = {**said, "rows": rows}
+
+    def _load(self, cell: Cell) -> None:
+        known = self.bench.base
+        if known == cell.base:
+            return
+        self.bench.base_model(cell.base)
+        if self.placement.device.startswith("cuda"):
+            import torch
+
+            self._allocated = torch.cuda.memory_allocated()
+
+
+def _earlier(folder: Path) -> list[Path]:
+    """Folders of the cell's other attempts, newest first."""
+    others = [path for path in folder.parent.iterdir() if path.name.isdigit() and path != folder]
+    return sorted(others, key=lambda path: int(path.name), reverse=True)
+
+
+def read_tail(folder: Path, lines: int = 100) -> str:
+    """End of an attempt's log; "" when it cannot be read from here."""
+    try:
+        return "\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""
