@@ -18,7 +18,7 @@ class Queue:
         self._closed = False
 
     def take(self, base: str = "") -> PlanItem | None:
-        """The next cell that may run, of ``base`` if possible; waits while all left are blocked; None: all are taken."""
+        """The next cell that may run, of ``base`` if possible; waits while all left are blocked; None: all taken."""
         with self._changed:
             while self._left and not self._closed:
                 ready = [item for item in self._left if item.cell.is_base or item.cell.base not in self._bases_open]

@@ -26,9 +26,9 @@ from sweeps import queries, retries
 from sweeps.cell import Placement
 from sweeps.claims import holding
 from sweeps.cost import Machine, throughput_name
-from sweeps.grids import Sweep
 from sweeps.plan import Plan, PlanItem, make_plan
 from sweeps.store import Claim, ClaimLost, Store, new_holder
+from sweeps.sweep import Sweep
 from sweeps.tracking import Tracker
 
 WAIT_SECONDS = 2.0  # between looks at cells that another sweep has claimed
@@ -78,7 +78,7 @@ class Runner:
         self._lock = Lock()
 
     def run(self, plan: Plan) -> None:
-        """Round after round until nothing is left that may run; ``outcomes`` and ``seconds`` (by stage) say what was."""
+        """Round after round until nothing is left that may run; ``outcomes`` and ``seconds`` (by stage) tell."""
         slots = [Slot(self.store, self.placement) for _ in range(self.num_slots)]
         try:
             while not self.stop.is_set():

@@ -21,10 +21,10 @@ from flows.runner import DONE, Outcome, Runner
 from sweeps import queries, render, services, tables
 from sweeps.cell import Placement, key_of
 from sweeps.cost import Machine
-from sweeps.grids import Sweep, pin
 from sweeps.plan import Plan, make_plan
 from sweeps.request import build
 from sweeps.store import Store
+from sweeps.sweep import Sweep, pin
 from sweeps.tracking import Tracker, prepare
 
 Words = str | list[str]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from linear_core.evaluate.scores import TaskSpec
 from linear_core.recipe import Recipe
 from linear_core.settings import TrainSettings
 from sweeps import grids, parameters
 from sweeps.cell import Cell
-from sweeps.grids import Sweep
+from sweeps.sweep import Sweep
 
 # What each parameter is, shown by `golinear plan --help` and on the deployment's page in Prefect.
 HELP = {
@@ -34,6 +36,7 @@ HELP = {
 }
 AXES = ("mechanisms", "budgets", "adaptations", "merges", "softmax_layers")
 SETTINGS = ("sequence_length", "batch_size", "warmup_steps")
+DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_TASKS = "perplexity:65536,agreement:65536,lambada_openai:500,niah_single_1@1024:50"
 
 
@@ -48,20 +51,23 @@ def build(grid: str = "ablation", **given: Any) -> Sweep:
     if grid not in grids.GRIDS:
         raise ValueError(f"grid {grid!r} is not known; allowed: {', '.join(grids.GRIDS)}")
     given = {name: value for name, value in given.items() if value not in (None, "")}
-    settings = _settings(given)
-    tasks = parameters.tasks(given.get("tasks", DEFAULT_TASKS), limit=given.get("limit"), lengths=given.get("lengths"))
-    common: dict[str, Any] = {"tasks": tasks, "source": given.get("data", "auto"), "name": given.get("name", grid)}
+    common: dict[str, Any] = {
+        "source" if name == "data" else name: given[name] for name in ("data", "name") if name in given
+    }
+    if "tasks" in given or grid == "ablation":
+        wanted = given.get("tasks", DEFAULT_TASKS)
+        common["tasks"] = parameters.tasks(wanted, limit=given.get("limit"), lengths=given.get("lengths"))
     if "seeds" in given:
         common["seeds"] = parameters.whole_numbers(given["seeds"], "seeds")
-    if settings is not None:
+    if settings := _settings(given):
         common["train"] = settings
-    models = given.get("models", "smollm2-135m")
+    if "models" in given or grid == "ablation":
+        common["models"] = given.get("models", DEFAULT_MODEL)
     if "recipes" in given:
         if clash := [axis for axis in AXES if axis in given]:
             raise ValueError(f"recipes says everything about the models; leave out {', '.join(clash)}")
-        return _listed(models, parameters.items(given["recipes"], "recipes"), **common)
-    axes = {axis: given[axis] for axis in AXES if axis in given}
-    return grids.GRIDS[grid](models, **axes, **common)
+        return _listed(recipes=parameters.items(given["recipes"], "recipes"), **common)
+    return grids.GRIDS[grid](**{axis: given[axis] for axis in AXES if axis in given}, **common)
 
 
 def _settings(given: dict[str, Any]) -> TrainSettings | None:
@@ -79,8 +85,16 @@ def _settings(given: dict[str, Any]) -> TrainSettings | None:
     return TrainSettings(**values) if values else None
 
 
-def _listed(models: Any, recipes: list[str], *, seeds: Any = (1,), train: TrainSettings | None = None,
-            tasks: Any, source: str, name: str) -> Sweep:  # fmt: skip
+def _listed(
+    *,
+    recipes: list[str],
+    models: Any = DEFAULT_MODEL,
+    seeds: Sequence[int] = (1,),
+    train: TrainSettings | None = None,
+    tasks: tuple[TaskSpec, ...] = (),
+    source: str = "auto",
+    name: str = "recipes",
+) -> Sweep:
     """Base models in front, then each recipe by itself: for sweeps that are no product of axes."""
     made = [Recipe.parse(text) for text in recipes]
     train = train or TrainSettings()

@@ -37,7 +37,7 @@ PASSED_ON = ("GOLINEAR_DATA", "GOLINEAR_CACHE", "GOLINEAR_DATABASE_URL", "MLFLOW
 
 @dataclass(frozen=True)
 class Running:
-    """One process that ``up`` started. ``started``: its start time (seconds since 1970), which tells a reused pid apart."""
+    """One process that ``up`` started. ``started``: when (seconds since 1970), which tells a reused pid apart."""
 
     name: str
     pid: int

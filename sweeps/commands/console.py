@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True)
 
 

@@ -73,10 +73,10 @@ def show_plan(made: Plan) -> None:
     colours = {"run": "green", "resume": "cyan", "skip": "dim", "wait": "yellow", "refuse": "red"}
     rows = Table("cell", "action", "why", "minutes", "GiB", box=None)
     for item in made.items:
-        colour = colours[item.action]
+        action = f"[{colours[item.action]}]{item.action}[/]"
         busy = item.action in ("run", "resume")
-        rows.add_row(item.cell.label, f"[{colour}]{item.action}[/]", item.reason,
-                     f"{item.seconds / 60:.1f}" if busy else "", f"{item.memory / 2**30:.1f}" if busy else "")  # fmt: skip
+        cost = (f"{item.seconds / 60:.1f}", f"{item.memory / 2**30:.1f}") if busy else ("", "")
+        rows.add_row(item.cell.label, action, item.reason, *cost)
     console.print(rows)
     for label, reason in made.sweep.left_out:
         console.print(f"left out: {label}: {reason}", markup=False, style="dim")
@@ -190,7 +190,10 @@ def forget(cell: str = typer.Argument(help="as in golinear logs")) -> None:
     console.print(f"forgot {key} ({attempts} attempts); the next run of its sweep computes it again", highlight=False)
 
 
-def retry(cells: list[str] = typer.Argument(None, help="as in golinear logs; default: all that failed")) -> None:
+CELLS = typer.Argument(None, help="as in golinear logs; default: all that failed")
+
+
+def retry(cells: list[str] = CELLS) -> None:
     """Let failed cells run again: their failures stop counting."""
     from sweeps import queries
     from sweeps.store import Store

@@ -1,0 +1,34 @@
+"""The console script `golinear`: the commands of sweeps.cli, and `run`, which needs the flow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from sweeps.cli import app, main
+from sweeps.commands.console import Refused, console
+from sweeps.commands.studies import with_request
+
+__all__ = ["main"]
+
+
+@app.command()
+@with_request
+def run(
+    grid: str = typer.Argument("ablation", help="which grid: golinear grids lists them"),
+    gpus: int = typer.Option(None, help="GPUs of a cell; default: one where there is one"),
+    workers: int = typer.Option(None, help="cells at work at a time; default: one a GPU, or one"),
+    max_gpu_hours: float = typer.Option(None, help="refuse what would take more"),
+    fail_fast: bool = typer.Option(False, "--fail-fast", help="start no further cell after a failure"),
+    **request: Any,
+) -> None:
+    """Run a sweep in this process: the same flow as `prefect deployment run sweep/ablation`."""
+    from flows.sweep import sweep
+
+    state = sweep(
+        grid, **request, gpus=gpus, workers=workers, max_gpu_hours=max_gpu_hours, fail_fast=fail_fast, return_state=True
+    )
+    if not state.is_completed():
+        raise Refused(state.message)
+    console.print(state.message, highlight=False)
