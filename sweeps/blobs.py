@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,10 @@ class Blobs:
 
     def delete(self, name: str) -> None:
         """Remove an attempt's files here and at the URL; missing ones are fine."""
-        fsspec.filesystem("file").rm(str(self.folder(name)), recursive=True)
+        folder = self.folder(name)
+        shutil.rmtree(folder)
+        if not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
         if not self.is_local:
             filesystem, path = self._remote()
             if filesystem.exists(f"{path}/{name}"):

@@ -52,6 +52,7 @@ class Placement:
 class Cell:
     """Base model × recipe × training × data × seed. ``train=None`` is the unconverted base model itself.
 
+    ``base`` is a registry name, a hub id or the absolute path of a folder; a path says where, so it is not in the key.
     ``revision`` (of the weights) and ``data`` (fingerprint of the training text) are empty until ``grids.pin`` has
     looked them up; a key of a cell that is not pinned raises ValueError.
     """
@@ -87,12 +88,24 @@ class Cell:
     @property
     def label(self) -> str:
         """For people, e.g. ``smollm2-135m gdn 56+8 conv s1``; ``smollm2-135m base`` for the unconverted model."""
-        return f"{self.base} base" if self.is_base else f"{self.base} {self.recipe.name} s{self.seed}"
+        return self._named(self.base.rstrip("/").rsplit("/", 1)[-1] if self._is_folder else self.base)
+
+    @property
+    def _is_folder(self) -> bool:
+        return self.base.startswith("/")
+
+    @property
+    def _name(self) -> str:
+        """As ``label``, for keys: a folder is called by the revision of its weights."""
+        return self._named(f"local-{self.revision[:8]}" if self._is_folder else self.base)
+
+    def _named(self, base: str) -> str:
+        return f"{base} base" if self.is_base else f"{base} {self.recipe.name} s{self.seed}"
 
     @property
     def setting(self) -> str:
         """Key of everything but the seed: cells that share it are repeats, and only they are averaged."""
-        return key_of(f"{self.base}-{self.recipe.name}", {**self.inputs, "seed": None})
+        return key_of(self._name.removesuffix(f" s{self.seed}"), {**self.inputs, "seed": None})
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
@@ -105,7 +118,7 @@ class Cell:
         version = MECHANISM_VERSIONS.get(self.recipe.mechanism, 1)
         science = {"mechanism": version} if train is None else {"mechanism": version, "trainer": TRAINER_VERSION}
         return {
-            "base": self.base,
+            "base": "local" if self._is_folder else self.base,
             "revision": self.revision,
             "recipe": recipe_inputs(self.recipe),
             "train": train,
@@ -117,7 +130,7 @@ class Cell:
     @cached_property
     def train_key(self) -> str:
         """Readable name and 16 hex of sha256 over ``inputs``; characters ``[a-z0-9_-]``."""
-        return key_of(self.label, self.inputs)
+        return key_of(self._name, self.inputs)
 
     def score_key(self, task: TaskSpec, *, source: str = "", harness: str = "") -> str:
         """Key of one task's scores on this cell: train_key + task + where its data came from + harness version."""
@@ -128,7 +141,7 @@ class Cell:
             "harness": harness,
             "science": {"evaluator": EVALUATOR_VERSION},
         }
-        return key_of(f"{self.label}-{task.label}", inputs)
+        return key_of(f"{self._name}-{task.label}", inputs)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

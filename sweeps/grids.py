@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from linear_core.evaluate.scores import TaskSpec
@@ -114,14 +116,21 @@ def _specs(tasks: Any) -> tuple[TaskSpec, ...]:
 
 
 def known_models(models: Words) -> list[str]:
-    """The names as cells carry them. Raises ValueError as ``linear_core.models.resolve`` does."""
+    """The names as cells carry them: of the registry where it knows the model, folders as absolute paths.
+
+    Raises ValueError as ``linear_core.models.resolve`` does.
+    """
     from linear_core.models import REGISTRY, resolve
 
-    words = parameters.items(models, "models")
-    for word in words:
-        if word not in REGISTRY:
-            resolve(word)
-    return words
+    sources = {model.source: name for name, model in REGISTRY.items()}
+    names = []
+    for word in parameters.items(models, "models"):
+        name = sources.get(word, word)
+        if name not in REGISTRY:
+            resolve(name)
+            name = str(Path(name).resolve()) if os.path.isdir(name) else name
+        names.append(name)
+    return list(dict.fromkeys(names))
 
 
 def _published(name: str, models: Words, axes: dict[str, Any], **defaults: Any) -> Sweep:

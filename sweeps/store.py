@@ -25,7 +25,6 @@ from sweeps.cell import Cell
 from sweeps.home import database_url
 
 EXPIRES_AFTER = 60.0  # seconds without renewal until another may take a claim over
-RENEW_EVERY = 20.0
 
 
 class ClaimLost(RuntimeError):
@@ -34,12 +33,17 @@ class ClaimLost(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The right to work on a cell until it expires, and the attempt that works."""
+    """The right to work on a cell until it expires, and the attempt that works.
+
+    ``published`` and ``scored`` are true as of the claim: what a plan made earlier still wanted may be done by now.
+    """
 
     key: str
     holder: str
     fence: int
     attempt: int
+    published: bool = False
+    scored: frozenset[str] = frozenset()  # score keys that have a value
 
     @property
     def blob(self) -> str:
@@ -52,13 +56,22 @@ def new_holder() -> str:
 
 
 class Store:
-    """Claims, attempts, results and scores. ``clock`` replaces the database's clock in simulations.
+    """Claims, attempts, results and scores.
 
-    Raises ValueError for a database that is not supported.
+    ``expires_after``: seconds without renewal until a claim may be taken over. ``clock`` replaces the database's clock
+    in simulations. Raises ValueError for a database that is not supported.
     """
 
-    def __init__(self, url: str | None = None, *, blobs: str | None = None, clock: Callable[[], float] | None = None):
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        blobs: str | None = None,
+        expires_after: float = EXPIRES_AFTER,
+        clock: Callable[[], float] | None = None,
+    ):
         self.url = url or database_url()
+        self.expires_after = expires_after
         self.engine = schema.open_engine(self.url)
         self.blobs = Blobs(blobs)
         self._clock = clock
@@ -73,10 +86,10 @@ class Store:
         self.engine.dispose()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "blobs": self.blobs.url}  # travels to workers as its addresses
+        return {"url": self.url, "blobs": self.blobs.url, "expires_after": self.expires_after}  # its addresses
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["url"], blobs=state["blobs"])  # type: ignore[misc]
+        self.__init__(state["url"], blobs=state["blobs"], expires_after=state["expires_after"])  # type: ignore[misc]
 
     # claims and attempts
 
@@ -87,10 +100,10 @@ class Store:
         """
         table = schema.claims
         insert = (sqlite if self.engine.dialect.name == "sqlite" else postgresql).insert(table)
-        take = insert.values(key=key, holder=holder, fence=1, expires_at=self.now + EXPIRES_AFTER)
+        take = insert.values(key=key, holder=holder, fence=1, expires_at=self.now + self.expires_after)
         take = take.on_conflict_do_update(
             index_elements=[table.c.key],
-            set_={"holder": holder, "fence": table.c.fence + 1, "expires_at": self.now + EXPIRES_AFTER},
+            set_={"holder": holder, "fence": table.c.fence + 1, "expires_at": self.now + self.expires_after},
             where=table.c.expires_at <= self.now,
         )
         with self.engine.begin() as connection:
@@ -108,18 +121,25 @@ class Store:
             attempt = connection.execute(
                 sa.insert(schema.attempts).values(row).returning(schema.attempts.c.id)
             ).scalar_one()
-        return Claim(key=key, holder=holder, fence=fence, attempt=attempt)
+            results, scores = schema.results.c, schema.scores.c
+            published = connection.execute(sa.select(results.key).where(results.key == key)).first() is not None
+            scored = connection.execute(
+                sa.select(scores.score_key).where(scores.key == key, scores.value.is_not(None)).distinct()
+            ).scalars()
+            return Claim(
+                key=key, holder=holder, fence=fence, attempt=attempt, published=published, scored=frozenset(scored)
+            )
 
     def renew(self, claim: Claim) -> None:
-        """Keep a claim for another ``EXPIRES_AFTER`` seconds. Raises ClaimLost when it is gone."""
+        """Keep a claim for another ``expires_after`` seconds. Raises ClaimLost when it is gone."""
         with self.engine.begin() as connection:
             self._check(connection, claim)
 
-    def _check(self, connection: sa.Connection, claim: Claim, *, keep: float = EXPIRES_AFTER) -> None:
-        """The fence check of every write: one conditional UPDATE, which also renews (or, with keep=0, releases)."""
+    def _check(self, connection: sa.Connection, claim: Claim, *, release: bool = False) -> None:
+        """The fence check of every write: one conditional UPDATE, which also renews or releases."""
         table = schema.claims
         mine = sa.and_(table.c.key == claim.key, table.c.holder == claim.holder, table.c.fence == claim.fence)
-        expires = self.now + keep if keep else sa.literal(0.0)
+        expires = sa.literal(0.0) if release else self.now + self.expires_after
         done = connection.execute(
             sa.update(table).where(mine, table.c.expires_at > self.now).values(expires_at=expires)
         )
@@ -185,7 +205,7 @@ class Store:
 
     def _end(self, claim: Claim, **values: Any) -> None:
         with self.engine.begin() as connection:
-            self._check(connection, claim, keep=0.0)
+            self._check(connection, claim, release=True)
             connection.execute(
                 sa.update(schema.attempts)
                 .where(schema.attempts.c.id == claim.attempt)

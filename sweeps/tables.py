@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 MEASURED, MISSING = "measured", "missing"
 CACHE_LENGTH = 32768  # tokens at which cache bytes are compared
-WHOLE = ("seed", "length", "limit", "shots", "task_seed", "samples", "tokens", "new_parameters", "cache_bytes")
+WHOLE = ("seed", "length", "limit", "shots", "task_seed", "samples", "tokens", "sequence_length", "batch_size",
+         "warmup_steps", "new_parameters", "cache_bytes")  # fmt: skip
 LOSSES = ("perplexity", "kl", "bits", "loss", "nmse")  # metrics with these in their name: lower is better
 
 

@@ -1,0 +1,238 @@
+"""Claims, publishing and housekeeping on a real database; workers are real processes that die by SIGKILL."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sweep_helpers import finish, pinned, score
+
+from sweeps import queries, schema
+from sweeps.cell import Cell
+from sweeps.claims import holding
+from sweeps.grids import ablation
+from sweeps.store import Claim, ClaimLost, Store, new_holder
+
+SWEEP = pinned(ablation("smollm2-135m", "gdn,gla", "56+8", "none", "1,2", tasks="mmlu,piqa"))
+CELL = SWEEP.cells[1]
+KEY = CELL.train_key
+TASK, SCORE_KEY = SWEEP.score_keys(CELL)[0]
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def any_store(request: pytest.FixtureRequest, home: Path):  # type: ignore[no-untyped-def]
+    """A store with claims that live a second, on SQLite and, when TEST_DATABASE_URL names one, on Postgres."""
+    url = None
+    if request.param == "postgres":
+        url = os.environ.get("TEST_DATABASE_URL")
+        if not url:
+            pytest.skip("TEST_DATABASE_URL names no Postgres database")
+    opened = Store(url, expires_after=1.0)
+    with opened.engine.begin() as connection:
+        for table in schema.metadata.tables.values():
+            connection.execute(sa.delete(table))
+    yield opened
+    opened.close()
+
+
+def claim(store: Store, key: str = KEY, holder: str = "a") -> Claim:
+    taken = store.claim(key, holder)
+    assert taken is not None
+    return taken
+
+
+def test_one_holder_at_a_time_and_one_takeover(any_store: Store) -> None:
+    first = claim(any_store)
+    assert any_store.claim(KEY, "b") is None
+    any_store.note(first, tokens=512)
+    time.sleep(1.1)
+    second = claim(any_store, holder="b")
+    assert second.fence == first.fence + 1 and any_store.claim(KEY, "c") is None
+    for write in (any_store.renew, any_store.finish, lambda c: any_store.publish(c, CELL, {}),
+                  lambda c: any_store.put_scores(c, SCORE_KEY, [score(TASK, 0.5)]),
+                  lambda c: any_store.fail(c, "crash", "late")):  # fmt: skip
+        with pytest.raises(ClaimLost):
+            write(first)
+    state = queries.overview(any_store)[0][KEY]
+    assert state.holder == "b" and state.resume_tokens == 512 and state.failures == {"preempted": 1}
+    any_store.publish(second, CELL, {"seconds": 1})
+    any_store.finish(second)
+    again = claim(any_store, holder="c")
+    assert again.published and not queries.overview(any_store)[0][KEY].failures
+
+
+def test_an_expired_claim_publishes_nothing_even_when_nobody_took_it(any_store: Store) -> None:
+    late = claim(any_store)
+    time.sleep(1.1)
+    with pytest.raises(ClaimLost, match="expired or was taken over"):
+        any_store.publish(late, CELL, {})
+    assert not queries.overview(any_store)[0][KEY].published
+
+
+def test_a_heartbeat_keeps_the_claim_and_notices_its_loss(any_store: Store) -> None:
+    with holding(any_store, claim(any_store)) as lost:
+        time.sleep(1.5)
+        assert any_store.claim(KEY, "b") is None and not lost.is_set()
+        with any_store.engine.begin() as connection:  # as if this machine had slept through its time
+            connection.execute(sa.update(schema.claims).values(expires_at=0.0))
+        claim(any_store, holder="b")
+        assert lost.wait(2.0)
+
+
+def test_scores_are_stored_task_by_task_and_a_value_stays(any_store: Store) -> None:
+    taken = claim(any_store)
+    any_store.put_scores(taken, SCORE_KEY, [score(TASK, None)])
+    assert queries.overview(any_store)[1] == set(), "a missing score is not a result"
+    any_store.put_scores(taken, SCORE_KEY, [score(TASK, 0.5), score(TASK, 9.0, "perplexity")])
+    any_store.put_scores(taken, SCORE_KEY, [score(TASK, 0.7)])
+    stored = {s.metric: s.value for _, key, s in queries.scores_of(any_store) if key == SCORE_KEY}
+    assert stored == {"acc": 0.5, "perplexity": 9.0}
+    any_store.fail(taken, "error", "the other task broke")
+    assert claim(any_store).scored == {SCORE_KEY}
+
+
+def test_other_inputs_under_a_published_key_are_refused(store: Store) -> None:
+    taken = claim(store)
+    store.publish(taken, CELL, {})
+    with store.engine.begin() as connection:
+        connection.execute(sa.update(schema.results).values(inputs={**CELL.inputs, "data": "other"}))
+    with pytest.raises(ValueError, match="other inputs"):
+        store.publish(taken, CELL, {})
+    with pytest.raises(ValueError, match="but the cell is"):
+        store.publish(taken, SWEEP.cells[2], {})
+
+
+def test_failures_retry_and_forget(store: Store) -> None:
+    store.fail(claim(store), "nonfinite", "loss is nan at step 3", traceback="Traceback …", log_tail="last words")
+    failure = queries.failures(store)[0]
+    assert (failure.cause, failure.reason, failure.log_tail) == ("nonfinite", "loss is nan at step 3", "last words")
+    assert queries.failures(store, KEY[:20]) == [failure]
+    assert queries.find_key(store, KEY[-16:]) == KEY
+    assert queries.overview(store)[0][KEY].failures == {"nonfinite": 1}
+    assert queries.retry(store, [KEY]) == 1 and not queries.overview(store)[0][KEY].failures
+    finish(store, SWEEP, CELL, {"mmlu": 0.5})
+    finish(store, SWEEP, SWEEP.cells[2], {"mmlu": 0.6})
+    assert queries.failures(store) == []
+    folder = store.published_folder(KEY)
+    busy = claim(store)
+    with pytest.raises(ValueError, match="being worked on by a"):
+        queries.forget(store, KEY)
+    store.finish(busy)
+    assert queries.forget(store, KEY) == 3 and not folder.exists()
+    states, scored = queries.overview(store)
+    assert not states[KEY].published and scored == {SWEEP.score_keys(SWEEP.cells[2])[0][1]}
+    with pytest.raises(ValueError, match="is not in the store"):
+        queries.forget(store, "nonsense")
+    with pytest.raises(ValueError, match="names 2 cells"):
+        queries.find_key(store, "smollm2")
+
+
+def test_sweeps_are_kept_whole_and_found_by_name(store: Store) -> None:
+    queries.save_sweep(store, "run-1", SWEEP)
+    assert queries.load_sweep(store) == queries.load_sweep(store, "ablation") == ("run-1", SWEEP)
+    queries.set_sweep_state(store, "run-1", "paused")
+    assert queries.sweep_state(store, "run-1") == "paused" and queries.list_sweeps(store)[0]["name"] == "ablation"
+    for wrong in (("run-1", "asleep"), ("run-2", "paused")):
+        with pytest.raises(ValueError, match=r"is not known|is not in the store"):
+            queries.set_sweep_state(store, *wrong)
+
+
+def test_travels_to_other_processes_and_refuses_other_databases(store: Store) -> None:
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy.claim(KEY, "a") is not None and store.claim(KEY, "b") is None
+    copy.close()
+    for url, words in (("mysql://x/y", "sqlite:////path"), ("sqlite://", "all processes see")):
+        with pytest.raises(ValueError, match=words):
+            Store(url)
+
+
+# real processes
+
+def work(url: str, cells: list[Cell], ledger: Path, seed: int, pause: float) -> None:
+    """A worker: claims whatever is open, until all is published. Each publication is written to a ledger afterwards."""
+    rng = random.Random(seed)
+    store = Store(url, expires_after=1.5)
+    todo = {cell.train_key: cell for cell in cells}
+    while todo:
+        keys = list(todo)
+        rng.shuffle(keys)
+        for key in keys:
+            taken = store.claim(key, new_holder())
+            if taken is None:
+                continue
+            with holding(store, taken):
+                if not taken.published:
+                    time.sleep(pause * rng.random())
+                    store.publish(taken, todo[key], {"fence": taken.fence})
+                    with ledger.open("a") as file:
+                        file.write(f"{key}\n")
+                store.finish(taken)
+            del todo[key]
+        time.sleep(0.05)
+    store.close()
+
+
+def slaughter(home: Path, num_cells: int, num_processes: int, num_kills: int, pause: float, limit: float) -> Counter[str]:
+    """Run workers, SIGKILL random ones and start others in their place; returns how often each key was published."""
+    cells = [Cell.from_dict({**CELL.to_dict(), "seed": seed}) for seed in range(num_cells)]
+    url, ledger, rng = f"sqlite:///{home}/store.db", home / "ledger", random.Random(1)
+    ledger.touch()
+    context = multiprocessing.get_context("fork")
+    started = 0
+
+    def start() -> multiprocessing.process.BaseProcess:
+        nonlocal started
+        started += 1
+        process = context.Process(target=work, args=(url, cells, ledger, started, pause), daemon=True)
+        process.start()
+        return process
+
+    workers = [start() for _ in range(num_processes)]
+    kills, deadline = 0, time.monotonic() + limit
+    while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.02 + 0.1 * rng.random())
+        if kills < num_kills and len(ledger.read_text().splitlines()) > num_cells * kills / (num_kills + 1):
+            victim = rng.randrange(num_processes)
+            if workers[victim].is_alive():
+                os.kill(workers[victim].pid or 0, signal.SIGKILL)
+                workers[victim].join()
+                kills += 1
+                workers[victim] = start()
+    assert kills == num_kills and not any(worker.is_alive() for worker in workers), f"{kills} kills by the time limit"
+    assert all(worker.exitcode == 0 for worker in workers)
+    store = Store(url)
+    states, _ = queries.overview(store)
+    store.close()
+    assert sum(state.published for state in states.values()) == num_cells, "nothing lost"
+    return Counter(ledger.read_text().split())
+
+
+def test_processes_killed_at_work_lose_nothing_and_publish_nothing_twice(home: Path) -> None:
+    published = slaughter(home, num_cells=60, num_processes=3, num_kills=8, pause=0.05, limit=60)
+    assert max(published.values()) == 1
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_eight_processes_two_thousand_cells_two_hundred_kills(home: Path) -> None:
+    published = slaughter(home, num_cells=2000, num_processes=8, num_kills=200, pause=0.1, limit=800)
+    assert max(published.values()) == 1
+    assert len(published) >= 2000 - 200, "only a worker killed between its commit and its note is missing here"
+
+
+def test_many_processes_may_open_a_fresh_store_at_once(home: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=Store, args=(f"sqlite:///{home}/fresh.db",)) for _ in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 8
