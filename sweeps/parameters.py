@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from linear_core.evaluate.scores import TaskSpec
+from linear_core.evaluate.tasks import GROUPS, TASKS
 from linear_core.settings import parse_count
 
 
@@ -107,8 +108,9 @@ def tokens(value: Any, name: str = "tokens") -> int:
 def tasks(value: Any, *, limit: Any = None, lengths: Any = None, seed: int = 0) -> tuple[TaskSpec, ...]:
     """``"lambada_openai,mmlu:100,niah_single_1@512:8"`` → TaskSpecs; ``[]`` or ``""`` → none.
 
-    One task is ``name[@length][:limit]``. ``limit`` is a number for all tasks without their own, or a mapping or comma
-    list ``lambada_openai=40,niah_single_1=8``; ``lengths`` multiplies the RULER tasks that name no length of their own.
+    One task is ``name[@length][:limit]``; a name may be a group (``paper``, ``ruler``). ``limit`` is a number for all
+    tasks without their own, or a mapping or comma list ``lambada_openai=40,niah_single_1=8``; ``lengths`` multiplies
+    the RULER tasks that name no length of their own.
     Which names exist is checked by ``linear_core.evaluate.run.check_task``. Raises ValueError with the right spelling.
     """
     if value is None or value == "" or value == [] or value == ():
@@ -126,13 +128,11 @@ def tasks(value: Any, *, limit: Any = None, lengths: Any = None, seed: int = 0) 
         count = int(own) if own else limits.get(name, default)
         if count is not None and count < 1:
             raise ValueError(f"task {word!r}: its limit must be at least 1")
-        spans: list[int | None] = [_length(length)] if length else [*all_lengths] if is_ruler(name) else []
-        specs += [TaskSpec(name=name, limit=count, length=span, seed=seed) for span in spans or [None]]
+        for task in GROUPS.get(name, (name,)):
+            ruler = task in TASKS and TASKS[task].kind == "ruler"
+            spans: list[int | None] = [_length(length)] if length else [*all_lengths] if ruler else []
+            specs += [TaskSpec(name=task, limit=count, length=span, seed=seed) for span in spans or [None]]
     return tuple(dict.fromkeys(specs))
-
-
-def is_ruler(name: str) -> bool:
-    return name.startswith(("niah_", "ruler")) or name in ("vt", "cwe", "fwe", "qa_squad", "qa_hotpot")
 
 
 def _length(text: str) -> int:

@@ -121,15 +121,8 @@ def _fingerprint(source: str) -> str:
 
 def task_source(task: TaskSpec) -> TaskSource:
     """Source and harness of one task. Raises ValueError when the task is not known, naming what is."""
-    from linear_core.evaluate.run import check_task, data_source
+    from linear_core.evaluate.run import check_task, data_source, harness_version
 
     check_task(task)
     source, available, reason = data_source(task)
-    return TaskSource(source=source, harness=harness_of(task), reason="" if available else reason)
-
-
-def harness_of(task: TaskSpec) -> str:
-    """``lm-eval 0.4.13`` for the harness's tasks; our own measures have no version but ``EVALUATOR_VERSION``."""
-    from importlib.metadata import version
-
-    return "golinear" if task.name in ("perplexity", "agreement", "kl") else f"lm-eval {version('lm_eval')}"
+    return TaskSource(source=source, harness=harness_version(task), reason="" if available else reason)

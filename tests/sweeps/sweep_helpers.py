@@ -12,9 +12,7 @@ from sweeps.sweep import Sweep, TaskSource
 
 def pinned(sweep: Sweep, *, data: str = "text1", reasons: dict[str, str] | None = None) -> Sweep:
     """The sweep with made-up weights, text and task sources."""
-    cells = tuple(
-        dataclasses.replace(cell, revision="rev1", data="" if cell.is_base else data) for cell in sweep.cells
-    )
+    cells = tuple(dataclasses.replace(cell, revision="rev1", data="" if cell.is_base else data) for cell in sweep.cells)
     sources = tuple(
         TaskSource(source="local", harness="lm-eval 0", reason=(reasons or {}).get(task.name, ""))
         for task in sweep.tasks

@@ -25,7 +25,8 @@ def test_keys_are_these_for_ever() -> None:
     """If this fails, stored results are lost to everyone: bump a SCIENCE version instead of changing the form."""
     assert CELL.train_key == "smollm2-135m-gdn-56-8-s1-1e31fedaa09947b0"
     task = TaskSpec(name="niah_single_1", length=512, limit=8)
-    assert CELL.score_key(task, source="self-made", harness="lm-eval 0.4.13") == "smollm2-135m-gdn-56-8-s1-niah_single_1-512-7b375fe24e2f35f6"
+    score_key = CELL.score_key(task, source="self-made", harness="lm-eval 0.4.13")
+    assert score_key == "smollm2-135m-gdn-56-8-s1-niah_single_1-512-7b375fe24e2f35f6"
     assert CELL.base_of().train_key == "smollm2-135m-base-5efc21ef88693139"
 
 

@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ TASK, SCORE_KEY = SWEEP.score_keys(CELL)[0]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def any_store(request: pytest.FixtureRequest, home: Path):  # type: ignore[no-untyped-def]
+def any_store(request: pytest.FixtureRequest, home: Path) -> Iterator[Store]:
     """A store with claims that live a second, on SQLite and, when TEST_DATABASE_URL names one, on Postgres."""
     url = None
     if request.param == "postgres":
@@ -156,6 +157,7 @@ def test_travels_to_other_processes_and_refuses_other_databases(store: Store) ->
 
 # real processes
 
+
 def work(url: str, cells: list[Cell], ledger: Path, seed: int, pause: float) -> None:
     """A worker: claims whatever is open, until all is published. Each publication is written to a ledger afterwards."""
     rng = random.Random(seed)
@@ -180,7 +182,9 @@ def work(url: str, cells: list[Cell], ledger: Path, seed: int, pause: float) -> 
     store.close()
 
 
-def slaughter(home: Path, num_cells: int, num_processes: int, num_kills: int, pause: float, limit: float) -> Counter[str]:
+def slaughter(
+    home: Path, *, num_cells: int, num_processes: int, num_kills: int, pause: float, limit: float
+) -> Counter[str]:
     """Run workers, SIGKILL random ones and start others in their place; returns how often each key was published."""
     cells = [Cell.from_dict({**CELL.to_dict(), "seed": seed}) for seed in range(num_cells)]
     url, ledger, rng = f"sqlite:///{home}/store.db", home / "ledger", random.Random(1)
