@@ -5,16 +5,19 @@ Importing this module imports lm-eval's generators' needs only inside functions.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import importlib.util
 import io
+import itertools
 import logging
 import random
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from linear_core.evaluate.offline import hub_reachable, read_json, read_rows, task_files
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+_NEEDLES = "lm_eval.tasks.ruler.prepare_niah"
 HARNESS_SAMPLES = 500  # what lm-eval makes at any length
 _made: dict[Any, list[dict[str, Any]]] = {}
 _lock = threading.Lock()
@@ -77,39 +81,73 @@ def _fresh(name: str) -> ModuleType:
     """A new copy of one of lm-eval's RULER modules: its own random stream starts anew, and changes to it stay here."""
     import lm_eval.tasks
 
-    with _quiet_nltk(), contextlib.redirect_stdout(io.StringIO()):
-        path = Path(lm_eval.tasks.__file__).parent / "ruler" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(f"golinear_{name}", path)
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        _split_sentences_offline()
+    _import_needles()
+    path = Path(lm_eval.tasks.__file__).parent / "ruler" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"golinear_{name}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
-@contextlib.contextmanager
-def _quiet_nltk() -> Iterator[None]:
-    """lm-eval downloads nltk's sentence model at import: with no hub in reach that would only wait for a time-out."""
-    import nltk
+class WordPairs(Sequence[str]):
+    """``sorted({f"{a}-{n}" for a in adjectives for n in nouns})`` without its 6 million strings (9 s and 600 MB).
 
-    download = nltk.download
+    Pairs sort by ``adjective-`` first. Only where one such head begins another (``blue-``, ``blue-eyed-``) do their
+    pairs mix: those blocks, a handful, are made.
+    """
+
+    def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
+        self.nouns = sorted(set(nouns))
+        blocks: list[list[str]] = []
+        for head in sorted({f"{adjective}-" for adjective in adjectives}):
+            if blocks and head.startswith(blocks[-1][0]):
+                blocks[-1].append(head)
+            else:
+                blocks.append([head])
+        self.blocks = [
+            heads[0] if len(heads) == 1 else sorted({h + n for h in heads for n in self.nouns}) for heads in blocks
+        ]
+        sizes = [len(self.nouns) if isinstance(block, str) else len(block) for block in self.blocks]
+        self.starts = [0, *itertools.accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        at = bisect.bisect_right(self.starts, index) - 1
+        block, inside = self.blocks[at], index - self.starts[at]
+        return block + self.nouns[inside] if isinstance(block, str) else block[inside]
+
+
+def _import_needles() -> ModuleType:
+    """lm-eval's needle generator, imported without its word list (``WordPairs`` stands in) and without a download.
+
+    It fetches nltk's sentence model at import; without it an untrained one splits the essays.
+    """
+    if (loaded := sys.modules.get(_NEEDLES)) is not None:
+        return loaded
+    import nltk
+    import wonderwords
+
+    real, download = wonderwords.RandomWord, nltk.download
+    words = real()._categories
+    wonderwords.RandomWord = lambda: SimpleNamespace(_categories={kind: [] for kind in words})
     if not hub_reachable():
         nltk.download = lambda *args, **kwargs: False
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()):
+            module = importlib.import_module(_NEEDLES)
     finally:
-        nltk.download = download
-
-
-def _split_sentences_offline() -> None:
-    """Without nltk's trained sentence model an untrained one splits the essays: positions of needles shift a little."""
-    import nltk
-    from lm_eval.tasks.ruler import prepare_niah
-
+        wonderwords.RandomWord, nltk.download = real, download
+    module.WORDS = WordPairs(words["adjectives"], words["nouns"])  # type: ignore[attr-defined]
     try:
         nltk.data.find("tokenizers/punkt_tab")
     except LookupError:
-        prepare_niah.sent_tokenize = nltk.tokenize.punkt.PunktSentenceTokenizer().tokenize
+        module.sent_tokenize = nltk.tokenize.punkt.PunktSentenceTokenizer().tokenize  # type: ignore[attr-defined]
+    return module
 
 
 @contextlib.contextmanager
