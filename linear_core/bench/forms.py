@@ -43,7 +43,7 @@ SMALLEST = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison: heads query heads over kv_heads (0: as many); size is K, and V too unless value_size says other."""
+    """One comparison: heads query heads over kv_heads (0: as many); size is K, and V unless value_size says other."""
 
     rule: str
     tokens: int

@@ -44,7 +44,7 @@ def gated_delta_rule(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
-    beta: Tensor,
+    beta: Tensor | None,
     *,
     state: Tensor | None = None,
     scale: float = 1.0,
@@ -57,8 +57,8 @@ def gated_delta_rule(
     Shapes as in ``gated_linear_attention``; beta: [B, T, H] in [0, 1], k of norm ≤ 1, log_decay not None. A token
     with k = β = log_decay = 0 leaves the state bit for bit. Raises ValueError on shapes that do not fit.
     """
-    if log_decay is None:
-        raise ValueError("gated_delta_rule needs log_decay [B, T, H, K]; pass zeros for no decay")
+    if log_decay is None or beta is None:
+        raise ValueError("gated_delta_rule needs log_decay [B, T, H, K] (zeros for no decay) and beta [B, T, H]")
     _check(q, k, v, log_decay, beta, state)
     form = _choose(q, implementation)
     return form.gated_delta_rule(q, k, v, log_decay, beta, state, scale)

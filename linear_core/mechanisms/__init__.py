@@ -33,6 +33,8 @@ def register(name: str, location: str) -> None:
 def mechanism_class(name: str) -> type[Mechanism]:
     """The class behind a name. Raises ValueError for an unknown name and for ``softmax``, which has none."""
     if not MECHANISMS.get(name):
-        raise ValueError(f"mechanism {name!r} has no class; allowed: {', '.join(n for n, m in MECHANISMS.items() if m)}")
+        raise ValueError(
+            f"mechanism {name!r} has no class; allowed: {', '.join(n for n, m in MECHANISMS.items() if m)}"
+        )
     module, _, attribute = MECHANISMS[name].partition(":")
     return getattr(import_module(module), attribute)
