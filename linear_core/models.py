@@ -166,13 +166,19 @@ def _from_config(config: dict[str, Any], name: str, source: str) -> BaseModel:
         raise ValueError(f"model {source!r} has architecture {config.get('architectures') or family!r}; supported: {_families()}")
     if config.get("auto_map"):
         raise ValueError(f"model {source!r} wants to run its own code (auto_map); remote code is off: use the original {family} folder")
+    slug = re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip("-.") or "model"
+    return BaseModel(name=slug, source=source, shape=_shape(config), licence=str(config.get("license", "unknown")))
+
+
+def _shape(config: dict[str, Any]) -> Shape:
+    family = config["model_type"].removeprefix("linearized_")
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     if rope.get("rope_type", rope.get("type")) in (None, "default"):
         rope = {}
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads)
-    shape = Shape(
+    return Shape(
         family=family, hidden=config["hidden_size"], layers=config["num_hidden_layers"], heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads, head_dim=head_dim,
         intermediate=config["intermediate_size"], vocab=config["vocab_size"],
@@ -180,8 +186,11 @@ def _from_config(config: dict[str, Any], name: str, source: str) -> BaseModel:
         rope_theta=float(theta), rms_eps=float(config.get("rms_norm_eps", 1e-6)), rope_scaling=tuple(sorted(rope.items())),
         attention_bias=bool(config.get("attention_bias", False)),
     )  # fmt: skip
-    slug = re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip("-.") or "model"
-    return BaseModel(name=slug, source=source, shape=shape, licence=str(config.get("license", "unknown")))
+
+
+def shape_of(config: PretrainedConfig) -> Shape:
+    """The shape behind a transformers configuration."""
+    return _shape(config.to_dict())
 
 
 def config_of(shape: Shape) -> PretrainedConfig:

@@ -1,0 +1,200 @@
+"""A linearized model as a folder: for anyone (``AutoModelForCausalLM``), or just the new parameters beside a pointer.
+
+The full export carries the modelling code it needs: the modules of this package that ``linear_core.convert`` reaches,
+flattened side by side (``golinear_*.py``), since transformers loads code from one folder only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from linear_core.mechanisms import MECHANISMS
+from linear_core.models import BaseModel, load, load_tokenizer, resolve
+from linear_core.recipe import Recipe
+
+PACKAGE = Path(__file__).parent
+DELTA_FILE = "new_parameters.safetensors"
+POINTER_FILE = "golinear.json"
+ENTRY = "modeling_golinear"
+
+
+def export(model: Any, tokenizer: Any, base: BaseModel, out: Path | str, *, card: str = "", trained_with: dict[str, Any] | None = None) -> Path:
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)`` loads where golinear is
+    not installed: safetensors, config with ``auto_map``, code, generation config, tokenizer, model card.
+
+    LoRA is merged into the projections: the given model is changed. Raises ValueError when ``out`` holds other files.
+    """
+    from linear_core.adaptation import remove_lora
+    from linear_core.convert import LinearizedAttention, attention_modules
+
+    out = _fresh(out)
+    recipe: Recipe = model.recipe
+    if recipe.adaptation == "lora":
+        for attention in attention_modules(model):
+            if isinstance(attention, LinearizedAttention):
+                remove_lora(attention, merge=True)
+        model.recipe = dataclasses.replace(recipe, adaptation="none")
+    _save_weights_and_config(model, out, trained_with={"recipe": recipe.to_dict(), "base": base.name, **(trained_with or {})})
+    copy_code(recipe.mechanism, type(model).__name__, out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
+    (out / "README.md").write_text(card or model_card(base, recipe))
+    return out
+
+
+def export_delta(model: Any, base: BaseModel, revision: str, out: Path | str, *, card: str = "") -> Path:
+    """Write just the new parameters and a pointer to the base (a few MB); loads through ``load_linearized``."""
+    from linear_core.convert import save_new_parameters
+
+    out = _fresh(out)
+    save_new_parameters(model, out / DELTA_FILE)
+    pointer = {"base": base.name, "source": base.source, "revision": revision, "recipe": model.recipe.to_dict()}
+    (out / POINTER_FILE).write_text(json.dumps(pointer, indent=2) + "\n")
+    (out / "README.md").write_text(card or model_card(base, model.recipe))
+    return out
+
+
+def _fresh(out: Path | str) -> Path:
+    out = Path(out)
+    if out.is_dir() and any(out.iterdir()):
+        ours = (out / f"{ENTRY}.py").exists() or (out / POINTER_FILE).exists()
+        if not ours:
+            raise ValueError(f"{out} is not empty and was not written by golinear export; give an empty or new folder")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _save_weights_and_config(model: Any, out: Path, trained_with: dict[str, Any]) -> None:
+    model.save_pretrained(out)
+    config = json.loads((out / "config.json").read_text())
+    name = type(model).__name__
+    config_name = name.replace("ForCausalLM", "Config")
+    config.update(
+        model_type="linearized_" + config["model_type"].removeprefix("linearized_"),
+        architectures=[name],
+        auto_map={"AutoConfig": f"{ENTRY}.{config_name}", "AutoModelForCausalLM": f"{ENTRY}.{name}"},
+        golinear=model.recipe.to_dict(),
+        golinear_trained_with=trained_with,
+    )
+    if "rope_parameters" in config:  # readers of transformers 4 look for it at the top, else take 10000
+        config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+IMPORT = re.compile(r"^(\s*)from (linear_core(?:\.\w+)*) import", re.MULTILINE)
+
+
+def copy_code(mechanism: str, model_class: str, out: Path) -> list[Path]:
+    """Write every module that a model with this mechanism needs, flattened, and the entry module."""
+    location = MECHANISMS[mechanism].partition(":")[0]
+    wanted, done = ["linear_core.convert", *([location] if location else [])], {}
+    while wanted:
+        module = wanted.pop()
+        if module in done:
+            continue
+        source = _source_file(module).read_text()
+        done[module] = _flatten(source)
+        wanted += [name for _, name in IMPORT.findall(source)]
+    written = []
+    for module, source in done.items():
+        written.append(out / f"{_flat_name(module)}.py")
+        written[-1].write_text(source)
+    config_class = model_class.replace("ForCausalLM", "Config")
+    lines = [
+        '"""Made by golinear export: a linearized model, with the modules it needs beside it."""\n',
+        f"from .{_flat_name('linear_core.convert')} import {config_class}, {model_class}",
+    ]
+    if location:  # found by name at run time: named here so that transformers copies its file too
+        lines.append(f"from .{_flat_name(location)} import {MECHANISMS[mechanism].partition(':')[2]}  # noqa: F401")
+    lines.append(f'\n__all__ = ["{config_class}", "{model_class}"]\n')
+    written.append(out / f"{ENTRY}.py")
+    written[-1].write_text("\n".join(lines))
+    return written
+
+
+def _source_file(module: str) -> Path:
+    path = PACKAGE.joinpath(*module.split(".")[1:])
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _flat_name(module: str) -> str:
+    return "golinear_" + "_".join(module.split(".")[1:])
+
+
+def _flatten(source: str) -> str:
+    source = IMPORT.sub(lambda m: f"{m[1]}from .{_flat_name(m[2])} import", source)
+    return re.sub(r'"(linear_core[\w.]+):', lambda m: f'".{_flat_name(m[1])}:', source)
+
+
+def is_linearized_folder(path: Path | str) -> bool:
+    """Whether ``load_linearized`` can load this folder: a full export, a delta, or a cell's folder."""
+    path = Path(path)
+    if (path / POINTER_FILE).exists():
+        return True
+    config = path / "config.json"
+    return config.exists() and "golinear" in json.loads(config.read_text())
+
+
+def load_linearized(folder: Path | str, *, device: str = "cpu", dtype: Any = None, base: str | None = None) -> tuple[Any, Any]:
+    """(model, tokenizer) of an exported folder, full or delta, by this package's own code (never the folder's).
+
+    base: where the base model is now, for a delta whose pointer no longer holds. Raises ValueError for other folders
+    and when the base's weights are not the ones the delta was made with.
+    """
+    import torch
+
+    from linear_core.convert import MODEL_CLASSES, convert, load_new_parameters
+    from linear_core.models import freeze, revision
+
+    folder = Path(folder)
+    dtype = dtype or (torch.bfloat16 if str(device).startswith("cuda") else torch.float32)
+    if (folder / POINTER_FILE).exists():
+        pointer = json.loads((folder / POINTER_FILE).read_text())
+        found = resolve(base or (pointer["source"] if Path(pointer["source"]).is_dir() else pointer["base"]))
+        if pointer["revision"] != (now := revision(found)):
+            raise ValueError(f"{folder} was trained on {pointer['base']} revision {pointer['revision']}, but {found.source} is {now}")
+        model = convert(load(found, device=device, dtype=dtype), Recipe(**pointer["recipe"]))
+        load_new_parameters(model, folder / DELTA_FILE)
+        return model, load_tokenizer(found)
+    if not is_linearized_folder(folder):
+        raise ValueError(f"{folder} holds no linearized model; allowed: a folder written by golinear export or golinear convert")
+    from transformers import AutoTokenizer
+
+    family = json.loads((folder / "config.json").read_text())["model_type"].removeprefix("linearized_")
+    model = MODEL_CLASSES[family].from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
+    return freeze(model), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def model_card(base: BaseModel, recipe: Recipe, *, training: Iterable[str] = (), scores: str = "") -> str:
+    """The README.md of an export: what it is, how to load it, what to expect; licence inherited from the base."""
+    from linear_core.inspect import inspect_recipe
+
+    facts = inspect_recipe(base.shape, recipe)
+    lines = [
+        "---", f"license: {base.licence}", f"base_model: {base.source if not base.is_folder else base.name}",
+        "library_name: transformers", "tags: [linear-attention, golinear]", "---", "",
+        f"# {base.name}, linearized: {recipe.name}", "",
+        f"Softmax attention of {base.name} was replaced by `{recipe.mechanism}` with a constant-size state and exact attention over "
+        f"a window of {recipe.window} tokens and {recipe.sinks} sinks (adaptation {recipe.adaptation}, merge {recipe.merge}). "
+        f"The base's weights are frozen; {facts['new_parameters']:,} new parameters were added.", "",
+        "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        'model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)',
+        'tokenizer = AutoTokenizer.from_pretrained(".")', "```", "",
+        f"Cache: {facts['cache_bytes']:,} bytes a sequence at any length; full attention needs as much at {facts['break_even_tokens']:,} tokens.",
+    ]  # fmt: skip
+    if training := list(training):
+        lines += ["", "## Training", "", *training]
+    lines += ["", "## Scores", "", scores or "Not measured."]
+    lines += [
+        "", "## Limits", "",
+        "What leaves the window is kept in a state of fixed size: exact recall of many distant items is worse than the base's. "
+        "The cache cannot be cropped, so assisted decoding is refused. Biases and limits of the base model are inherited.", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
