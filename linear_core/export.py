@@ -88,35 +88,41 @@ def _save_weights_and_config(model: Any, out: Path, trained_with: dict[str, Any]
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-IMPORT = re.compile(r"^(\s*)from (linear_core(?:\.\w+)*) import", re.MULTILINE)
+IMPORT = re.compile(r"^([ \t]*)from (linear_core(?:\.\w+)*) import (\([^)]*\)|[\w, ]+)", re.MULTILINE)
 
 
-def copy_code(mechanism: str, model_class: str, out: Path) -> list[Path]:
+def copy_code(mechanism: str, model_class: str, out: Path) -> None:
     """Write every module that a model with this mechanism needs, flattened, and the entry module."""
-    location = MECHANISMS[mechanism].partition(":")[0]
-    wanted, done = ["linear_core.convert", *([location] if location else [])], {}
+    wanted, done = {"linear_core.convert"}, {}
+    if MECHANISMS[mechanism]:  # found by name at run time
+        wanted.add(MECHANISMS[mechanism].partition(":")[0])
     while wanted:
-        module = wanted.pop()
-        if module in done:
-            continue
-        source = _source_file(module).read_text()
+        source = _source_file(module := wanted.pop()).read_text()
         done[module] = _flatten(source)
-        wanted += [name for _, name in IMPORT.findall(source)]
-    written = []
+        for _, package, names in IMPORT.findall(source):
+            wanted |= {package, *(f"{package}.{name}" for name in _submodules(package, names))} - done.keys()
     for module, source in done.items():
-        written.append(out / f"{_flat_name(module)}.py")
-        written[-1].write_text(source)
+        (out / f"{_flat_name(module)}.py").write_text(source)
     config_class = model_class.replace("ForCausalLM", "Config")
-    lines = [
-        '"""Made by golinear export: a linearized model, with the modules it needs beside it."""\n',
-        f"from .{_flat_name('linear_core.convert')} import {config_class}, {model_class}",
-    ]
-    if location:  # found by name at run time: named here so that transformers copies its file too
-        lines.append(f"from .{_flat_name(location)} import {MECHANISMS[mechanism].partition(':')[2]}  # noqa: F401")
-    lines.append(f'\n__all__ = ["{config_class}", "{model_class}"]\n')
-    written.append(out / f"{ENTRY}.py")
-    written[-1].write_text("\n".join(lines))
-    return written
+    (out / f"{ENTRY}.py").write_text(
+        ENTRY_SOURCE.format(
+            files="\n".join(f"    from .{_flat_name(module)} import *" for module in sorted(done)),
+            convert=_flat_name("linear_core.convert"),
+            config_class=config_class,
+            model_class=model_class,
+        )
+    )
+
+
+ENTRY_SOURCE = '''"""Made by golinear export: a linearized model. transformers copies the files that lines of this form name:
+
+{files}
+"""
+
+from .{convert} import {config_class}, {model_class}
+
+__all__ = ["{config_class}", "{model_class}"]
+'''
 
 
 def _source_file(module: str) -> Path:
@@ -124,13 +130,23 @@ def _source_file(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+def _submodules(package: str, names: str) -> list[str]:
+    """Those of the imported names that are modules themselves."""
+    return [name for name in re.findall(r"\w+", names) if _source_file(f"{package}.{name}").exists()]
+
+
 def _flat_name(module: str) -> str:
-    return "golinear_" + "_".join(module.split(".")[1:])
+    return "_".join(["golinear", *module.split(".")[1:]])
 
 
 def _flatten(source: str) -> str:
-    source = IMPORT.sub(lambda m: f"{m[1]}from .{_flat_name(m[2])} import", source)
-    return re.sub(r'"(linear_core[\w.]+):', lambda m: f'".{_flat_name(m[1])}:', source)
+    def rewrite(found: re.Match[str]) -> str:
+        indent, package, names = found.groups()
+        if modules := _submodules(package, names):
+            return "\n".join(f"{indent}from . import {_flat_name(f'{package}.{name}')} as {name}" for name in modules)
+        return f"{indent}from .{_flat_name(package)} import {names}"
+
+    return re.sub(r'"(linear_core[\w.]+):', lambda m: f'".{_flat_name(m[1])}:', IMPORT.sub(rewrite, source))
 
 
 def is_linearized_folder(path: Path | str) -> bool:
