@@ -37,4 +37,4 @@ def mechanism_class(name: str) -> type[Mechanism]:
             f"mechanism {name!r} has no class; allowed: {', '.join(n for n, m in MECHANISMS.items() if m)}"
         )
     module, _, attribute = MECHANISMS[name].partition(":")
-    return getattr(import_module(module), attribute)
+    return getattr(import_module(module, __package__), attribute)
