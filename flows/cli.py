@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import typer
@@ -24,6 +25,11 @@ def run(
     **request: Any,
 ) -> None:
     """Run a sweep in this process: the same flow as `prefect deployment run sweep/ablation`."""
+    from sweeps import request as requests
+    from sweeps import services
+
+    requests.build(grid, **request)  # what is wrong is said before anything starts
+    os.environ.update(services.environment(services.urls().get("prefect", "")))
     from flows.sweep import sweep
 
     state = sweep(

@@ -33,7 +33,7 @@ Words = str | list[str]
 @flow(name="sweep", description="Linearize base models in several ways, train, measure against the base, make a table.")
 def sweep(
     grid: str = "ablation",
-    models: Words = "smollm2-135m",
+    models: Words | None = None,
     mechanisms: Words | None = None,
     budgets: Words | None = None,
     adaptations: Words | None = None,
@@ -86,14 +86,12 @@ def sweep(
             capacity = capacity or stack.enter_context(cluster())
             run.placement = dataclasses.replace(placement, num_cpus=max(1, capacity.cpus // run.num_slots))
             clock.part("ray start")
-            state = "failed"
             try:
                 run.run(plan)
-                state = "completed" if _all_done(plan, run.outcomes) else "failed"
-            finally:
-                queries.set_sweep_state(store, run.sweep_id, state)
-                if state == "failed":
-                    tracker.end(run.parent, "FAILED")
+            except BaseException as error:
+                queries.set_sweep_state(store, run.sweep_id, "failed")
+                tracker.end(run.parent, "KILLED", f"{type(error).__name__}: {error}")
+                raise
             clock.skip()
     table = _finish(plan, spec, store, run)
     clock.part("table")
@@ -148,7 +146,9 @@ def _finish(plan: Plan, spec: Sweep, store: Store, run: Runner) -> str:
     create_markdown_artifact(markdown, key="table", description=f"scaling table of {spec.name}")
     run.tracker.log_text(run.parent, markdown, "table.md")
     run.tracker.set_tags(run.parent, {"mlflow.note.content": markdown})
-    run.tracker.end(run.parent, "FINISHED" if _all_done(plan, run.outcomes) else "FAILED")
+    undone = _undone(plan, run.outcomes)
+    queries.set_sweep_state(store, run.sweep_id, "failed" if undone else "completed")
+    run.tracker.end(run.parent, "FAILED" if undone else "FINISHED")
     return render.render(made, "text")
 
 
@@ -158,17 +158,13 @@ def _undone(plan: Plan, outcomes: dict[str, Outcome]) -> list[Outcome]:
     return [outcome for outcome in absent if outcome.state != DONE]
 
 
-def _all_done(plan: Plan, outcomes: dict[str, Outcome]) -> bool:
-    return not _undone(plan, outcomes)
-
-
 def _state(plan: Plan, run: Runner) -> State:
     undone = _undone(plan, run.outcomes)
     skipped = plan.counts["skip"]
     if undone:
         named = "; ".join(f"{outcome.label} ({outcome.reason or outcome.state})" for outcome in undone)
         return Failed(message=f"{len(undone)} of {len(plan.items)} cells are not done: {named}")
-    done = f"{len(plan.items) - skipped} cells done"
+    done = f"{len(plan.items) - skipped} cells done" if skipped < len(plan.items) else "nothing to do"
     return Completed(message=f"{done}, {skipped} were done before" if skipped else done)
 
 

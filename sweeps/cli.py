@@ -22,8 +22,8 @@ for group in (services, studies, models):
 @app.callback()
 def options(verbose: bool = typer.Option(False, "--verbose", "-v", help="say more, on standard error")) -> None:
     """Settings of every command."""
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def build(grid: str = "ablation", **given: Any) -> Sweep:
     if "recipes" in given:
         if clash := [axis for axis in AXES if axis in given]:
             raise ValueError(f"recipes says everything about the models; leave out {', '.join(clash)}")
-        return _listed(recipes=parameters.items(given["recipes"], "recipes"), **common)
+        return _listed(recipes=parameters.items(given["recipes"], "recipes"), **{"name": grid, **common})
     return grids.GRIDS[grid](**{axis: given[axis] for axis in AXES if axis in given}, **common)
 
 
@@ -93,7 +93,7 @@ def _listed(
     train: TrainSettings | None = None,
     tasks: tuple[TaskSpec, ...] = (),
     source: str = "auto",
-    name: str = "recipes",
+    name: str,
 ) -> Sweep:
     """Base models in front, then each recipe by itself: for sweeps that are no product of axes."""
     made = [Recipe.parse(text) for text in recipes]

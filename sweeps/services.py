@@ -86,7 +86,7 @@ def up(say: Callable[[str], None] = log.info) -> dict[str, Running]:
     """
     if not Path("prefect.yaml").exists():
         raise ValueError(f"no prefect.yaml in {Path.cwd()}; run this in the golinear repository")
-    for folder in ("logs", "prefect", "artifacts"):
+    for folder in ("logs", "artifacts"):
         (home() / folder).mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(3) as pool:
         model = pool.submit(_ensure_model, say)
@@ -114,7 +114,11 @@ def down(say: Callable[[str], None] = log.info) -> None:
 
 
 def environment(prefect_url: str = "") -> dict[str, str]:
-    """The environment that every service and every flow run gets: absolute paths, loopback, nothing sent home."""
+    """The environment that every service and every flow run gets: absolute paths, loopback, nothing sent home.
+
+    Makes Prefect's home, which it would not make itself.
+    """
+    (home() / "prefect").mkdir(parents=True, exist_ok=True)
     values = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
