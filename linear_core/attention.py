@@ -77,7 +77,8 @@ class LinearizedAttention(nn.Module):
         heads, kv_heads = (p.weight.shape[0] // self.head_dim for p in (self.q_proj, self.k_proj))
         state = None
         if self.has_state:
-            state = tuple(self.mechanism.init_state(1, torch.device("meta")).shape[-2:])
+            *_, key_size, value_size = self.mechanism.init_state(1, torch.device("meta")).shape
+            state = (key_size, value_size)
         return CacheShape(
             window=self.recipe.window, sinks=self.recipe.sinks, tail=self.tail, heads=heads, kv_heads=kv_heads,
             head_dim=self.head_dim, gate_inputs=self.mechanism.num_gate_inputs, state=state, dtype=self.q_proj.weight.dtype,
@@ -114,7 +115,7 @@ class LinearizedAttention(nn.Module):
         """h: [B, T, C] → q [B, T, H, D], k, v [B, T, G, D], normalised where the family does, rotated."""
         q, k, v = (p(h).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q), self.k_norm(k)  # type: ignore[operator]
         cos, sin = position_embeddings
         q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
         return q, k, v
@@ -136,7 +137,10 @@ class LinearizedAttention(nn.Module):
         exact = lse = None
         sink_k = sink_v = None
         if window:
-            sink_k, sink_v = _sinks(k, sinks, layer and layer.sink_k, past), _sinks(v, sinks, layer and layer.sink_v, past)
+            sink_k, sink_v = (
+                _sinks(k, sinks, layer and layer.sink_k, past),
+                _sinks(v, sinks, layer and layer.sink_v, past),
+            )
             # the window's own w − 1 tokens and this pass's
             near = slice(k_all.shape[1] - length - window + 1, None)
             exact, lse = exact_attention(q, k_all[:, near], v_all[:, near], sink_k, sink_v, window=window, past=past)
@@ -188,7 +192,8 @@ class LinearizedAttention(nn.Module):
         if gates_all is not None:
             log_decay, beta = self.mechanism.gates(gates_all[:, :length], k)
         outside, written = self._outside(q, layout)
-        k, v, log_decay, beta = (_only(written, x) for x in (k, v, log_decay, beta))
+        k, v = _only(written, k), _only(written, v)
+        log_decay, beta = (x if x is None else _only(written, x) for x in (log_decay, beta))
         state = None if layer is None else layer.state
         run = self.mechanism.step if length == 1 else self.mechanism.parallel
         o, state = run(q, k, v, log_decay, beta, state)
@@ -210,7 +215,9 @@ class LinearizedAttention(nn.Module):
         """Reads of zero from ``state_frozen_from`` on (attribution, recipe section 6)."""
         if layout.state_frozen_from is None:
             return o
-        position = torch.arange(o.shape[1], device=o.device)[None] + (0 if layout.past is None else layout.past[:, None])
+        position = torch.arange(o.shape[1], device=o.device)[None] + (
+            0 if layout.past is None else layout.past[:, None]
+        )
         return o.masked_fill((position >= layout.state_frozen_from)[..., None, None], 0)
 
     def _remember(
@@ -237,10 +244,8 @@ class LinearizedAttention(nn.Module):
             layer.state = state
 
 
-def _only(written: Tensor, x: Tensor | None) -> Tensor | None:
+def _only(written: Tensor, x: Tensor) -> Tensor:
     """x: [R, L, …] with zeros where a token is not written."""
-    if x is None:
-        return None
     return x.masked_fill(~written.view(*written.shape, *[1] * (x.dim() - 2)), 0)
 
 

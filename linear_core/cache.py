@@ -86,7 +86,9 @@ class LinearizedLayer(CacheLayerMixin):
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
         """Nothing: all tensors are made with the cache."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         raise TypeError("a linearized layer's cache is written by its attention module, not through update()")
 
     def reset(self) -> None:

@@ -11,7 +11,6 @@ import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache as memoize
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,11 @@ from linear_core.layout import make_layout
 from linear_core.models import Shape, shape_of
 from linear_core.recipe import Recipe, parse_layers
 
+# what this transformers release calls a model's cache: "cache" from 5.24 on, "past_key_values" before
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
-class LinearizedModel:
+
+class LinearizedModel(nn.Module):
     """Mixed in front of a family's ``…ForCausalLM``: its ``forward`` makes the layout that every layer reads."""
 
     recipe: Recipe
@@ -66,7 +68,9 @@ class LinearizedModel:
         if cache is None and use_cache and not self.training and document_ids is None:
             cache = self.new_cache(tokens.shape[0])
         if cache is not None and not isinstance(cache, LinearizedCache):
-            raise ValueError(f"a linearized model needs its own cache (model.new_cache(batch_size)), not a {type(cache).__name__}")
+            raise ValueError(
+                f"a linearized model needs its own cache (model.new_cache(batch_size)), not a {type(cache).__name__}"
+            )
         layout = make_layout(
             tokens.shape[0], tokens.shape[1], tokens.device, mask=attention_mask, document_ids=document_ids,
             cache=cache, paths=paths, state_frozen_from=state_frozen_from,
@@ -80,12 +84,12 @@ class LinearizedModel:
             use_cache=False,
             logits_to_keep=logits_to_keep,
             layout=layout,
-            **{cache_argument(type(self)): cache},
+            **{CACHE_ARGUMENT: cache},
             **kwargs,
         )
         if cache is not None:
             cache.advance(tokens.shape[1], layout.num_tokens)
-            output[cache_argument(type(self))] = cache
+            output[CACHE_ARGUMENT] = cache
         return output
 
     @property
@@ -95,18 +99,17 @@ class LinearizedModel:
     def new_cache(self, batch_size: int) -> LinearizedCache:
         """An empty cache for ``batch_size`` sequences on the model's device."""
         shapes = [m.cache_shape() if isinstance(m, LinearizedAttention) else None for m in attention_modules(self)]
-        return LinearizedCache(shapes, batch_size, self.device)  # type: ignore[attr-defined]
+        return LinearizedCache(shapes, batch_size, self.device)  # type: ignore[arg-type]
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, *args: Any
     ) -> None:
         """generate() gets a LinearizedCache of the expanded batch instead of a growing one."""
-        name = cache_argument(type(self))
-        if model_kwargs.get(name) is None and generation_config.use_cache is not False:
+        if model_kwargs.get(CACHE_ARGUMENT) is None and generation_config.use_cache is not False:
             if generation_config.cache_implementation is not None:
                 raise ValueError("a linearized model has one kind of cache; leave cache_implementation out")
             expand = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            model_kwargs[name] = self.new_cache(batch_size * expand)
+            model_kwargs[CACHE_ARGUMENT] = self.new_cache(batch_size * expand)
 
 
 class LinearizedLlamaConfig(LlamaConfig):
@@ -144,16 +147,15 @@ class LinearizedQwen3ForCausalLM(LinearizedModel, Qwen3ForCausalLM):
 MODEL_CLASSES = {"llama": LinearizedLlamaForCausalLM, "qwen3": LinearizedQwen3ForCausalLM}
 
 
-@memoize
-def cache_argument(cls: type) -> str:
-    """What this transformers release calls a model's cache argument: ``cache`` (5.24 and later) or ``past_key_values``."""
-    base = next(c for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
-    return "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
+ATTENTION_CLASSES: dict[type, type] = {}  # one for each family, made when first needed
 
 
-@memoize
 def _attention_class(base: type) -> type:
-    return type(f"Linearized{base.__name__}", (LinearizedAttention, base), {"__module__": __name__})
+    if base not in ATTENTION_CLASSES:
+        ATTENTION_CLASSES[base] = type(
+            f"Linearized{base.__name__}", (LinearizedAttention, base), {"__module__": __name__}
+        )
+    return ATTENTION_CLASSES[base]
 
 
 def attention_modules(model: PreTrainedModel | LinearizedModel) -> list[Any]:
@@ -172,7 +174,9 @@ def convert(model: PreTrainedModel, recipe: Recipe, *, seed: int = 0) -> Any:
     if isinstance(model, LinearizedModel):
         raise ValueError("the model is linearized already; unconvert() it first")
     if family not in MODEL_CLASSES or not isinstance(model, (LlamaForCausalLM, Qwen3ForCausalLM)):
-        raise ValueError(f"cannot linearize {type(model).__name__}; supported: {', '.join(c.__name__[10:] for c in MODEL_CLASSES.values())}")
+        raise ValueError(
+            f"cannot linearize {type(model).__name__}; supported: {', '.join(c.__name__[10:] for c in MODEL_CLASSES.values())}"
+        )
     keep = softmax_layers(recipe, model.config.num_hidden_layers)
     model.requires_grad_(False)
     model.__class__ = MODEL_CLASSES[family]
@@ -184,7 +188,11 @@ def convert(model: PreTrainedModel, recipe: Recipe, *, seed: int = 0) -> Any:
 
 def softmax_layers(recipe: Recipe, num_layers: int) -> frozenset[int]:
     """The layers that keep softmax attention."""
-    return frozenset(range(num_layers)) if recipe.mechanism == "softmax" else parse_layers(recipe.softmax_layers, num_layers)
+    return (
+        frozenset(range(num_layers))
+        if recipe.mechanism == "softmax"
+        else parse_layers(recipe.softmax_layers, num_layers)
+    )
 
 
 def install_from_config(model: Any) -> None:
@@ -284,7 +292,9 @@ def load_new_parameters(model: Any, path: Path | str) -> None:
     with torch.no_grad():
         for name, parameter in ours.items():
             if stored[name].shape != parameter.shape:
-                raise ValueError(f"{path}: {name} has shape {list(stored[name].shape)}, the model wants {list(parameter.shape)}")
+                raise ValueError(
+                    f"{path}: {name} has shape {list(stored[name].shape)}, the model wants {list(parameter.shape)}"
+                )
             parameter.copy_(stored[name])
 
 
@@ -293,5 +303,8 @@ def parameter_count(shape: Shape, recipe: Recipe) -> int:
     from linear_core.models import build
 
     one_layer = dataclasses.replace(shape, layers=1, vocab=8)
-    count = sum(p.numel() for p in new_parameters(convert(build(one_layer), dataclasses.replace(recipe, softmax_layers="none"))).values())
+    count = sum(
+        p.numel()
+        for p in new_parameters(convert(build(one_layer), dataclasses.replace(recipe, softmax_layers="none"))).values()
+    )
     return count * (shape.layers - len(softmax_layers(recipe, shape.layers)))

@@ -66,7 +66,9 @@ def _window_mask(num_blocks: int, block: int, window: int, past: Tensor | None, 
     return (behind >= 0) & (behind < window) & (behind <= t)
 
 
-def _sink_mask(num_blocks: int, block: int, window: int, sinks: int, past: Tensor | None, device: torch.device) -> Tensor:
+def _sink_mask(
+    num_blocks: int, block: int, window: int, sinks: int, past: Tensor | None, device: torch.device
+) -> Tensor:
     """[R or 1, N, 1, 1, b, s]: a sink is read here once the window has left it behind."""
     return torch.arange(sinks, device=device) <= _positions(num_blocks, block, past, device) - window
 
@@ -85,7 +87,12 @@ def exact_attention_flex(q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks:
 
     mask = _flex_blocks(q.shape[1], window, sinks, q.device)
     o, aux = _compiled_flex()(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        block_mask=mask,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
     )
     return o.transpose(1, 2), aux.lse.transpose(1, 2)
 
@@ -117,9 +124,7 @@ def _flex_blocks(length: int, window: int, sinks: int, device: torch.device):
     return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen, seq_lengths=(length, length))
 
 
-def exact_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks: int
-) -> tuple[Tensor, Tensor]:
+def exact_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks: int) -> tuple[Tensor, Tensor]:
     """The same from its definition, one masked L × L softmax. q: [R, L, H, D], k, v: [R, L, G, D]; no past. For tests."""
     length, heads, dim = q.shape[1:]
     repeats = heads // k.shape[2]

@@ -24,7 +24,15 @@ POINTER_FILE = "golinear.json"
 ENTRY = "modeling_golinear"
 
 
-def export(model: Any, tokenizer: Any, base: BaseModel, out: Path | str, *, card: str = "", trained_with: dict[str, Any] | None = None) -> Path:
+def export(
+    model: Any,
+    tokenizer: Any,
+    base: BaseModel,
+    out: Path | str,
+    *,
+    card: str = "",
+    trained_with: dict[str, Any] | None = None,
+) -> Path:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)`` loads where golinear is
     not installed: safetensors, config with ``auto_map``, code, generation config, tokenizer, model card.
 
@@ -40,7 +48,9 @@ def export(model: Any, tokenizer: Any, base: BaseModel, out: Path | str, *, card
             if isinstance(attention, LinearizedAttention):
                 remove_lora(attention, merge=True)
         model.recipe = dataclasses.replace(recipe, adaptation="none")
-    _save_weights_and_config(model, out, trained_with={"recipe": recipe.to_dict(), "base": base.name, **(trained_with or {})})
+    _save_weights_and_config(
+        model, out, trained_with={"recipe": recipe.to_dict(), "base": base.name, **(trained_with or {})}
+    )
     copy_code(recipe.mechanism, type(model).__name__, out)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
@@ -158,7 +168,9 @@ def is_linearized_folder(path: Path | str) -> bool:
     return config.exists() and "golinear" in json.loads(config.read_text())
 
 
-def load_linearized(folder: Path | str, *, device: str = "cpu", dtype: Any = None, base: str | None = None) -> tuple[Any, Any]:
+def load_linearized(
+    folder: Path | str, *, device: str = "cpu", dtype: Any = None, base: str | None = None
+) -> tuple[Any, Any]:
     """(model, tokenizer) of an exported folder, full or delta, by this package's own code (never the folder's).
 
     base: where the base model is now, for a delta whose pointer no longer holds. Raises ValueError for other folders
@@ -175,16 +187,21 @@ def load_linearized(folder: Path | str, *, device: str = "cpu", dtype: Any = Non
         pointer = json.loads((folder / POINTER_FILE).read_text())
         found = resolve(base or (pointer["source"] if Path(pointer["source"]).is_dir() else pointer["base"]))
         if pointer["revision"] != (now := revision(found)):
-            raise ValueError(f"{folder} was trained on {pointer['base']} revision {pointer['revision']}, but {found.source} is {now}")
+            raise ValueError(
+                f"{folder} was trained on {pointer['base']} revision {pointer['revision']}, but {found.source} is {now}"
+            )
         model = convert(load(found, device=device, dtype=dtype), Recipe(**pointer["recipe"]))
         load_new_parameters(model, folder / DELTA_FILE)
         return model, load_tokenizer(found)
     if not is_linearized_folder(folder):
-        raise ValueError(f"{folder} holds no linearized model; allowed: a folder written by golinear export or golinear convert")
+        raise ValueError(
+            f"{folder} holds no linearized model; allowed: a folder written by golinear export or golinear convert"
+        )
     from transformers import AutoTokenizer
 
     family = json.loads((folder / "config.json").read_text())["model_type"].removeprefix("linearized_")
-    model = MODEL_CLASSES[family].from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
+    model_class: Any = MODEL_CLASSES[family]
+    model = model_class.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
     return freeze(model), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -197,20 +214,23 @@ def model_card(base: BaseModel, recipe: Recipe, *, training: Iterable[str] = (),
         "---", f"license: {base.licence}", f"base_model: {base.source if not base.is_folder else base.name}",
         "library_name: transformers", "tags: [linear-attention, golinear]", "---", "",
         f"# {base.name}, linearized: {recipe.name}", "",
-        f"Softmax attention of {base.name} was replaced by `{recipe.mechanism}` with a constant-size state and exact attention over "
-        f"a window of {recipe.window} tokens and {recipe.sinks} sinks (adaptation {recipe.adaptation}, merge {recipe.merge}). "
+        f"Softmax attention of {base.name} was replaced by `{recipe.mechanism}` with a constant-size state and exact "
+        f"attention over a window of {recipe.window} tokens and {recipe.sinks} sinks "
+        f"(adaptation {recipe.adaptation}, merge {recipe.merge}). "
         f"The base's weights are frozen; {facts['new_parameters']:,} new parameters were added.", "",
         "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer",
         'model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)',
         'tokenizer = AutoTokenizer.from_pretrained(".")', "```", "",
-        f"Cache: {facts['cache_bytes']:,} bytes a sequence at any length; full attention needs as much at {facts['break_even_tokens']:,} tokens.",
+        f"Cache: {facts['cache_bytes']:,} bytes a sequence at any length; full attention "
+        f"needs as much at {facts['break_even_tokens']:,} tokens.",
     ]  # fmt: skip
     if training := list(training):
         lines += ["", "## Training", "", *training]
     lines += ["", "## Scores", "", scores or "Not measured."]
     lines += [
         "", "## Limits", "",
-        "What leaves the window is kept in a state of fixed size: exact recall of many distant items is worse than the base's. "
-        "The cache cannot be cropped, so assisted decoding is refused. Biases and limits of the base model are inherited.", "",
+        "What leaves the window is kept in a state of fixed size: exact recall of many distant items is worse "
+        "than the base's. The cache cannot be cropped, so assisted decoding is refused. "
+        "Biases and limits of the base model are inherited.", "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -45,7 +45,11 @@ def inspect_recipe(shape: Shape, recipe: Recipe) -> dict[str, Any]:
         "break_even_tokens": -(-fixed // (linear * per_token)) if linear else 0,
         "state_is_worth_tokens": state // (linear * per_token) if linear else 0,
         "by_length": [
-            {"length": n, "cache_bytes": fixed + kept * per_token * n, "full_attention_bytes": shape.layers * per_token * n}
+            {
+                "length": n,
+                "cache_bytes": fixed + kept * per_token * n,
+                "full_attention_bytes": shape.layers * per_token * n,
+            }
             for n in LENGTHS
         ],
     }

@@ -117,7 +117,9 @@ def make_layout(
 
 def _padding_rows(mask: Tensor, shape: tuple[int, int]) -> Rows | None:
     if mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
-        raise ValueError(f"attention_mask must be [batch, tokens so far] = [{shape[0]}, ≥ {shape[1]}], not {list(mask.shape)}")
+        raise ValueError(
+            f"attention_mask must be [batch, tokens so far] = [{shape[0]}, ≥ {shape[1]}], not {list(mask.shape)}"
+        )
     real = mask[:, -shape[1] :].bool()
     if bool(real.all()):
         return None

@@ -133,15 +133,21 @@ def resolve(name: str) -> BaseModel:
         folder = local_copy(name)
         if folder is None:
             return known
-        return BaseModel(name=name, source=str(folder), shape=known.shape, licence=known.licence, published=known.published)
+        return BaseModel(
+            name=name, source=str(folder), shape=known.shape, licence=known.licence, published=known.published
+        )
     if os.path.isdir(name):
         config = Path(name) / "config.json"
         if not config.exists():
-            raise ValueError(f"model folder {name!r} has no config.json; allowed: a Hugging Face folder of {_families()}")
+            raise ValueError(
+                f"model folder {name!r} has no config.json; allowed: a Hugging Face folder of {_families()}"
+            )
         return _from_config(json.loads(config.read_text()), Path(name).resolve().name, str(Path(name).resolve()))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return _from_config(_hub_config(name), name.lower().replace("/", "--"), name)
-    raise ValueError(f"model {name!r} is not known; allowed: {', '.join(REGISTRY)}, a folder, or a hub id such as Qwen/Qwen3-4B-Base")
+    raise ValueError(
+        f"model {name!r} is not known; allowed: {', '.join(REGISTRY)}, a folder, or a hub id such as Qwen/Qwen3-4B-Base"
+    )
 
 
 def _families() -> str:
@@ -154,7 +160,7 @@ def _hub_config(hub_id: str) -> dict[str, Any]:
 
     try:
         path = hf_hub_download(hub_id, "config.json", etag_timeout=5)
-    except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; all mean "no configuration"
+    except Exception as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"model {hub_id!r}: its config.json could not be read from the hub ({reason})") from error
     return json.loads(Path(path).read_text())
@@ -163,9 +169,13 @@ def _hub_config(hub_id: str) -> dict[str, Any]:
 def _from_config(config: dict[str, Any], name: str, source: str) -> BaseModel:
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(f"model {source!r} has architecture {config.get('architectures') or family!r}; supported: {_families()}")
+        raise ValueError(
+            f"model {source!r} has architecture {config.get('architectures') or family!r}; supported: {_families()}"
+        )
     if config.get("auto_map"):
-        raise ValueError(f"model {source!r} wants to run its own code (auto_map); remote code is off: use the original {family} folder")
+        raise ValueError(
+            f"model {source!r} wants to run its own code (auto_map); remote code is off: use the original {family} folder"
+        )
     slug = re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip("-.") or "model"
     return BaseModel(name=slug, source=source, shape=_shape(config), licence=str(config.get("license", "unknown")))
 
@@ -215,7 +225,9 @@ def build(shape: Shape, *, device: str = "meta", dtype: torch.dtype | None = Non
     if device != "meta":
         torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype or torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config_of(shape), dtype=dtype or torch.float32, attn_implementation="sdpa"
+        )
     return freeze(model)
 
 

@@ -49,7 +49,9 @@ def parse_layers(text: str, num_layers: int) -> frozenset[int]:
     if kind == "uniform":
         count = share_of_layers(float(value), num_layers)
         return frozenset(int((i + 0.5) * num_layers / count) for i in range(count))
-    raise ValueError(f"softmax_layers {text!r} must be resolved to a list first (linear_core.diagnostics.hardest_layers)")
+    raise ValueError(
+        f"softmax_layers {text!r} must be resolved to a list first (linear_core.diagnostics.hardest_layers)"
+    )
 
 
 def share_of_layers(share: float, num_layers: int) -> int:
@@ -114,7 +116,9 @@ class Recipe:
             raise ValueError(f"merge {self.merge!r} is not known; allowed: {', '.join(MERGES)}")
         if self.mechanism == "softmax":
             if self.adaptation != "none" or self.softmax_layers != "none":
-                raise ValueError("mechanism softmax keeps the base model's attention: adaptation and softmax_layers must be none")
+                raise ValueError(
+                    "mechanism softmax keeps the base model's attention: adaptation and softmax_layers must be none"
+                )
             return
         if self.mechanism == "none":
             if self.window == 0:
@@ -124,11 +128,15 @@ class Recipe:
             if self.merge != "sum":
                 raise ValueError("mechanism none has nothing to merge; allowed merge: sum")
         if self.mechanism == "hedgehog" and self.merge == "sum" and self.window > 0:
-            raise ValueError("hedgehog with a window needs merge shared or mass: its read is normalised (recipe section 3)")
+            raise ValueError(
+                "hedgehog with a window needs merge shared or mass: its read is normalised (recipe section 3)"
+            )
         if self.mechanism != "hedgehog" and self.merge == "shared":
             raise ValueError("merge shared is hedgehog's; allowed here: sum, mass")
         if self.merge == "shared" and self.window == 0:
-            raise ValueError("merge shared needs an exact path; with budget 0+0 hedgehog normalises by itself (merge sum)")
+            raise ValueError(
+                "merge shared needs an exact path; with budget 0+0 hedgehog normalises by itself (merge sum)"
+            )
 
     @property
     def budget(self) -> str:
@@ -158,7 +166,9 @@ class Recipe:
         """``"gdn 56+8 conv mass"`` → Recipe. Mechanism first; budget, adaptation and merge in any order after it."""
         words = text.split()
         if not words:
-            raise ValueError("an empty recipe; allowed: 'mechanism [window+sinks] [adaptation] [merge]', e.g. 'gdn 56+8 conv'")
+            raise ValueError(
+                "an empty recipe; allowed: 'mechanism [window+sinks] [adaptation] [merge]', e.g. 'gdn 56+8 conv'"
+            )
         values: dict[str, Any] = {"mechanism": words[0]}
         for word in words[1:]:
             if "+" in word:

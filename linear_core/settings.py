@@ -27,7 +27,9 @@ def parse_objective(text: str, tokens: int) -> tuple[tuple[str, int], ...]:
     parts = [part.partition(":") for part in text.split(",")] if isinstance(text, str) else []
     names = [name.strip() for name, _, _ in parts]
     if not names or any(name not in OBJECTIVES for name in names):
-        raise ValueError(f"objective {text!r} is not known; allowed: {', '.join(OBJECTIVES)}, or a chain such as layerwise:1M,ce:9M")
+        raise ValueError(
+            f"objective {text!r} is not known; allowed: {', '.join(OBJECTIVES)}, or a chain such as layerwise:1M,ce:9M"
+        )
     if len(parts) == 1 and not parts[0][1]:
         return ((names[0], tokens),)
     counts = [parse_count(count) for _, _, count in parts]

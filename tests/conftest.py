@@ -7,5 +7,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # tiny sizes: threads cost more than they bring
-settings.register_profile("golinear", max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "golinear", max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 settings.load_profile("golinear")

@@ -47,7 +47,9 @@ def test_hedgehog_counts():
 def test_a_32b_model_converts_on_the_meta_device_and_counts_agree():
     shape = REGISTRY["qwen3-32b"].shape
     model = convert(build(shape), Recipe.parse("gdn 56+8 conv"))
-    assert sum(p.numel() for p in new_parameters(model).values()) == parameter_count(shape, Recipe.parse("gdn 56+8 conv"))
+    assert sum(p.numel() for p in new_parameters(model).values()) == parameter_count(
+        shape, Recipe.parse("gdn 56+8 conv")
+    )
     assert all(p.device.type == "meta" for p in model.parameters())
 
 
@@ -92,9 +94,9 @@ def test_new_parameters_save_and_load(tmp_path):
     ids = tokens(20)
     with torch.no_grad():
         assert torch.equal(fresh(ids).logits, model(ids).logits)
-    with pytest.raises(ValueError, match="another recipe: .*window 6 ≠ 5"):
+    with pytest.raises(ValueError, match=r"another recipe: .*window 6 ≠ 5"):
         load_new_parameters(convert(base(), Recipe.parse("gdn 5+3 conv mass")), tmp_path / "new_parameters.safetensors")
-    with pytest.raises(ValueError, match="has shape|does not fit"):
+    with pytest.raises(ValueError, match=r"has shape|does not fit"):
         wider = build(dataclasses.replace(LLAMA, hidden=64), device="cpu")
         load_new_parameters(convert(wider, model.recipe), tmp_path / "new_parameters.safetensors")
 
@@ -102,19 +104,19 @@ def test_new_parameters_save_and_load(tmp_path):
 def test_refusals_say_what_is_allowed(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    with pytest.raises(ValueError, match="supported: LlamaForCausalLM, Qwen3ForCausalLM"):
+    with pytest.raises(ValueError, match=r"supported: LlamaForCausalLM, Qwen3ForCausalLM"):
         convert(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10)), Recipe())
     with pytest.raises(ValueError, match="linearized already"):
         convert(linearized("gla 5+0"), Recipe())
-    with pytest.raises(ValueError, match="layers \\[7\\]; the model has 0 … 1"):
+    with pytest.raises(ValueError, match=r"layers \[7\]; the model has 0 … 1"):
         convert(base(), Recipe(softmax_layers="list:0,7"))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
-    with pytest.raises(ValueError, match="GPT2LMHeadModel.*supported: llama"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*supported: llama"):
         resolve(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}')
     with pytest.raises(ValueError, match="remote code is off"):
         resolve(str(tmp_path))
-    with pytest.raises(ValueError, match="not known; allowed: qwen3-0.6b-base"):
+    with pytest.raises(ValueError, match=r"not known; allowed: qwen3-0\.6b-base"):
         resolve("gpt-7")
 
 

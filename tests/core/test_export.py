@@ -36,8 +36,21 @@ LOAD = """
 
 def load_elsewhere(folder, ids, scratch):
     torch.save(ids, scratch / "ids.pt")
-    command = [sys.executable, "-c", textwrap.dedent(LOAD), str(folder), str(scratch / "ids.pt"), str(scratch / "out.pt")]
-    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, env={"HF_HOME": str(scratch / "hf"), "PATH": "/usr/bin:/bin"})
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(LOAD),
+        str(folder),
+        str(scratch / "ids.pt"),
+        str(scratch / "out.pt"),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=scratch,
+        capture_output=True,
+        text=True,
+        env={"HF_HOME": str(scratch / "hf"), "PATH": "/usr/bin:/bin"},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return torch.load(scratch / "out.pt")
 
@@ -49,7 +62,9 @@ def base_folder(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("recipe,family", [("gdn 6+3 conv mass", "qwen3"), ("hedgehog 6+3", "llama"), ("kgla 5+0 lora", "llama")])
+@pytest.mark.parametrize(
+    "recipe,family", [("gdn 6+3 conv mass", "qwen3"), ("hedgehog 6+3", "llama"), ("kgla 5+0 lora", "llama")]
+)
 def test_export_gives_the_same_logits_in_a_fresh_process(recipe, family, tmp_path, base_folder):
     model, ids = linearized(recipe, family), tokens(30)
     with torch.no_grad():

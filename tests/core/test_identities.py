@@ -92,7 +92,14 @@ def test_whole_is_pieces_with_pads_on_both_sides(data):
 def test_whole_is_pieces_for_every_combination(recipe, data):
     length = data.draw(st.sampled_from([9, 15, 28]))
     pads = st.lists(st.integers(0, 4), min_size=3, max_size=3)
-    check_pieces(recipe, data.draw(st.sampled_from(["llama", "qwen3"])), length, data.draw(pads), data.draw(pads), split(data, length))
+    check_pieces(
+        recipe,
+        data.draw(st.sampled_from(["llama", "qwen3"])),
+        length,
+        data.draw(pads),
+        data.draw(pads),
+        split(data, length),
+    )
 
 
 @pytest.mark.parametrize("recipe", FEW)
@@ -173,7 +180,11 @@ def test_a_token_enters_the_state_w_steps_late_with_its_own_gate(mechanism, conv
     k, v = torch.randn(2, 1, 30, 2, 16, generator=generator)
 
     def read(change):
-        parts = {"k": k, "v": v, "gates": attention.mechanism.gate_inputs(h) if attention.mechanism.num_gate_inputs else None}
+        parts = {
+            "k": k,
+            "v": v,
+            "gates": attention.mechanism.gate_inputs(h) if attention.mechanism.num_gate_inputs else None,
+        }
         if change:
             parts[change] = parts[change].clone()
             parts[change][:, i] += 1
