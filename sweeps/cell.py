@@ -12,7 +12,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from linear_core.evaluate.scores import TaskSpec
@@ -136,7 +136,7 @@ class Cell:
         """Key of one task's scores on this cell: train_key + task + where its data came from + harness version."""
         inputs = {
             "train_key": self.train_key,
-            "task": task.canonical(),
+            "task": _task_inputs(task),
             "source": source,
             "harness": harness,
             "science": {"evaluator": EVALUATOR_VERSION},
@@ -152,6 +152,7 @@ class Cell:
         return cls(**{**data, "recipe": Recipe(**data["recipe"]), "train": train})
 
 
+@lru_cache(maxsize=4096)
 def recipe_inputs(recipe: Recipe) -> dict[str, Any]:
     """The recipe's fields that can change this model: what its mechanism and adaptation do not read is left out."""
     inputs = {k: float(v) if k == "gate_bias" else v for k, v in recipe.canonical().items()}
@@ -167,12 +168,16 @@ def recipe_inputs(recipe: Recipe) -> dict[str, Any]:
     return {k: v for k, v in inputs.items() if k not in unread}
 
 
+@lru_cache(maxsize=4096)
 def train_inputs(train: TrainSettings, recipe: Recipe) -> dict[str, Any]:
     """Training settings as they act: the learning rate that is used, the objective as a chain with its token counts."""
     inputs = train.canonical()
     inputs["learning_rate"] = train.peak_learning_rate(recipe.adaptation)
     inputs["objective"] = [[name, tokens] for name, tokens in parse_objective(train.objective, train.tokens)]
     return inputs
+
+
+_task_inputs = lru_cache(maxsize=4096)(TaskSpec.canonical)
 
 
 def canonical(value: Any, where: str = "value") -> Any:

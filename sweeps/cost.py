@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from linear_core.evaluate.scores import TaskSpec
@@ -101,6 +101,7 @@ def _nvidia_smi() -> tuple[list[str], float]:
     return [name.strip() for name, _ in rows], min((float(mib) * (1 << 20) for _, mib in rows), default=0.0)
 
 
+@lru_cache(maxsize=4096)
 def num_linear_layers(shape: Shape, recipe: Recipe) -> int:
     """Layers whose attention is replaced."""
     if recipe.mechanism == "softmax":
@@ -110,6 +111,7 @@ def num_linear_layers(shape: Shape, recipe: Recipe) -> int:
     return shape.layers - len(parse_layers(recipe.softmax_layers, shape.layers))
 
 
+@lru_cache(maxsize=4096)
 def new_parameters(shape: Shape, recipe: Recipe) -> int:
     """Parameters that a recipe adds, by the formulas of recipe section 3 (a test compares with the converted model)."""
     C, H, G, D = shape.hidden, shape.heads, shape.kv_heads, shape.head_dim

@@ -116,7 +116,7 @@ def tasks(value: Any, *, limit: Any = None, lengths: Any = None, seed: int = 0) 
     if value is None or value == "" or value == [] or value == ():
         return ()
     limits, default = _limits(limit)
-    all_lengths = whole_numbers(lengths, "lengths", minimum=1) if lengths not in (None, "", [], ()) else []
+    all_lengths = [] if lengths in (None, "", [], ()) else [_length(word) for word in items(lengths, "lengths")]
     specs: list[TaskSpec] = []
     for word in items(value, "tasks"):
         match = re.fullmatch(r"([A-Za-z0-9_.-]+?)(?:@(\d+[kK]?))?(?::(\d+))?", word)
@@ -136,6 +136,9 @@ def tasks(value: Any, *, limit: Any = None, lengths: Any = None, seed: int = 0) 
 
 
 def _length(text: str) -> int:
+    """``"4096"``, ``"4k"`` (4,096) → tokens. Raises ValueError on anything else."""
+    if not re.fullmatch(r"[1-9]\d*[kK]?", text):
+        raise ValueError(f"{text!r} is not a prompt length in tokens; write lengths=1024,4096")
     return int(text[:-1]) * 1024 if text[-1] in "kK" else int(text)
 
 

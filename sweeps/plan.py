@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from linear_core.evaluate.scores import TaskSpec
-from linear_core.models import BaseModel, resolve
+from linear_core.models import BaseModel, Shape, resolve
 from sweeps import cost, queries, retries
 from sweeps.cell import Cell, Placement
 from sweeps.cost import GIB, Machine
@@ -110,8 +110,7 @@ def make_plan(
     machine = machine or Machine.detect()
     placement = placement or Placement(num_gpus=min(1, machine.num_gpus))
     sweep = pin(sweep)
-    states, scored = queries.overview(store)
-    decide = _Decider(sweep, machine, placement, states, scored, queries.measurements(store))
+    decide = _Decider(sweep, machine, placement, queries.snapshot(store))
     items = tuple(decide(cell) for cell in sweep.cells)
     plan = Plan(sweep=sweep, items=items, machine=machine, placement=placement)
     return replace(plan, refusal=_refusal(plan, max_gpu_hours))
@@ -120,20 +119,17 @@ def make_plan(
 class _Decider:
     """Decides cell after cell; looks things up once per base model."""
 
-    def __init__(
-        self, sweep: Sweep, machine: Machine, placement: Placement, states: Any, scored: set[str], measured: Any
-    ):
-        self.sweep, self.machine, self.placement = sweep, machine, placement
-        self.states, self.scored, self.measured = states, scored, measured
+    def __init__(self, sweep: Sweep, machine: Machine, placement: Placement, known: queries.Snapshot):
+        self.sweep, self.machine, self.placement, self.known = sweep, machine, placement, known
         self.bases: dict[str, BaseModel] = {base: resolve(base) for base in sweep.bases}
         self.missing = {b: why_not_at_hand(model) if machine.is_here else "" for b, model in self.bases.items()}
         self.wanted = [(i, source.reason == "") for i, source in enumerate(sweep.task_sources)]
 
     def __call__(self, cell: Cell) -> PlanItem:
         key = cell.train_key
-        state = self.states.get(key) or queries.CellState()
+        state = self.known.states.get(key) or queries.CellState()
         keys = self.sweep.score_keys(cell)
-        tasks = tuple(keys[i] for i, available in self.wanted if available and keys[i][1] not in self.scored)
+        tasks = tuple(keys[i] for i, available in self.wanted if available and keys[i][1] not in self.known.scored)
         train = not cell.is_base and not state.published
         item = PlanItem(cell=cell, key=key, action="run", train=train, tasks=tasks)
         if not train and not tasks:
@@ -176,7 +172,7 @@ class _Decider:
         shape = self.bases[cell.base].shape
         seconds = sum(cost.task_seconds(shape, task, self.machine) for task, _ in tasks)
         if train and cell.train is not None:
-            rate = self.measured.get(cost.throughput_name(self.machine, cell))
+            rate = self.known.measured.get(cost.throughput_name(self.machine, cell))
             rate = rate or cost.tokens_per_second(shape, cell.train, self.machine, self.placement)
             seconds += max(0, cell.train.tokens - resume_tokens) / rate
         return seconds
@@ -190,12 +186,13 @@ def _refusal(plan: Plan, max_gpu_hours: float | None) -> str:
     if max_gpu_hours is not None and plan.gpu_hours > max_gpu_hours:
         return f"needs {plan.gpu_hours:.2f} GPU-hours, max_gpu_hours is {max_gpu_hours:g}"
     if plan.machine.is_here:
-        needed = sum(_disk(plan, item) for item in plan.to_do if item.train)
+        shapes = {base: resolve(base).shape for base in plan.sweep.bases}
+        needed = sum(_disk(shapes[item.cell.base], item) for item in plan.to_do if item.train)
         if needed > plan.machine.disk_free:
             return f"needs {needed / GIB:.1f} GiB of disk, {plan.machine.disk_free / GIB:.1f} are free"
     return ""
 
 
-def _disk(plan: Plan, item: PlanItem) -> float:
+def _disk(shape: Shape, item: PlanItem) -> float:
     """New parameters, published once and in two checkpoints with Adam's two moments, and 1 MiB of scores and curves."""
-    return cost.new_parameters(resolve(item.cell.base).shape, item.cell.recipe) * 4.0 * (1 + 2 * 3) + (1 << 20)
+    return cost.new_parameters(shape, item.cell.recipe) * 4.0 * (1 + 2 * 3) + (1 << 20)

@@ -8,6 +8,9 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from linear_core.recipe import Recipe
+from linear_core.settings import TrainSettings
+
 if TYPE_CHECKING:
     from sweeps.tables import Column
 
@@ -43,28 +46,24 @@ def _whole(text: str) -> str:
     return str(int(float(text))) if text else ""
 
 
-def value_of(cell: Mapping[str, Any] | Any, column: Column) -> float | None:
+def value_of(record: Mapping[str, Any], column: Column) -> float | None:
     """The published value of a frame's row in a column, in per cent; None unless every setting is the published one."""
     from linear_core.evaluate.tasks import TASKS
-
     from linear_core.models import REGISTRY
 
-    task = TASKS.get(cell["task_name"])
-    model = REGISTRY.get(cell["base"])
-    if task is None or not task.published or model is None or not model.published or column.metric != task.metrics[0]:
+    task, model = TASKS.get(record["task_name"]), REGISTRY.get(record["base"])
+    if task is None or model is None or not (task.published and model.published) or column.metric != task.metrics[0]:
         return None
-    plain = (
-        cell["softmax_layers"] == "none"
-        and cell["gate_bias"] == 1.0
-        and not cell["learned_read_scale"]
-        and cell["merge"] != "mass"
-    )
-    if not plain or (cell["limit"] == cell["limit"] and cell["limit"] is not None):
+    if record["limit"] is not None or not (record["is_base"] or _as_published(record)):
         return None
-    name = (
-        task.published
-        if not cell["length"] or cell["length"] != cell["length"]
-        else f"{task.published}_{int(cell['length'])}"
-    )
-    budget = ("", "") if cell["is_base"] else (str(cell["window"]), str(cell["sinks"]))
-    return _facts().get((model.published, cell["mechanism"], *budget, cell["adaptation"], name))
+    name = task.published if record["length"] is None else f"{task.published}_{record['length']}"
+    budget = ("", "") if record["is_base"] else (str(record["window"]), str(record["sinks"]))
+    return _facts().get((model.published, record["mechanism"], *budget, record["adaptation"], name))
+
+
+def _as_published(record: Mapping[str, Any]) -> bool:
+    """Whether recipe and training are the paper's in all that the published rows do not name."""
+    recipe = Recipe(mechanism=record["mechanism"], window=record["window"], sinks=record["sinks"])
+    wanted = {k: v for k, v in recipe.to_dict().items() if k != "adaptation"} | TrainSettings().to_dict()
+    wanted["learning_rate"] = TrainSettings().peak_learning_rate(record["adaptation"])
+    return all(record[name] == value for name, value in wanted.items())

@@ -48,9 +48,25 @@ class Failure:
     ended_at: float
 
 
+@dataclass(kw_only=True)
+class Snapshot:
+    """What the store knows at one moment: state by key, score keys that have a value, measured facts by name."""
+
+    states: dict[str, CellState] = field(default_factory=dict)
+    scored: set[str] = field(default_factory=set)
+    measured: dict[str, float] = field(default_factory=dict)
+
+
 def overview(store: Store) -> tuple[dict[str, CellState], set[str]]:
-    """State of every key, and the score keys that have a value: one query for any number of cells."""
+    """State of every key, and the score keys that have a value."""
+    found = snapshot(store)
+    return found.states, found.scored
+
+
+def snapshot(store: Store) -> Snapshot:
+    """Everything that a plan needs, in one query for any number of cells."""
     claims, attempts, results, scores = schema.claims.c, schema.attempts.c, schema.results.c, schema.scores.c
+    facts = schema.measurements.c
     text, zero = sa.literal("", sa.Text), sa.literal(0, sa.Integer)
     statement = sa.union_all(  # kind, key, holder or state, cause, reason, seconds, tokens, counted, order
         sa.select(
@@ -67,21 +83,26 @@ def overview(store: Store) -> tuple[dict[str, CellState], set[str]]:
             sa.literal("attempt", sa.Text), attempts.key, attempts.state, attempts.cause, attempts.reason,
             sa.literal(0.0), attempts.tokens, sa.cast(attempts.counted, sa.Integer), attempts.id,
         ),
+        sa.select(
+            sa.literal("measured", sa.Text), facts.name, text, text, text, facts.value, zero, zero, zero
+        ),
     ).order_by("n")  # fmt: skip
-    states: dict[str, CellState] = {}
-    scored: set[str] = set()
+    found = Snapshot()
     for kind, key, a, cause, reason, seconds, tokens, counted, _ in store.read(statement):
         if kind == "score":
-            scored.add(key)
+            found.scored.add(key)
             continue
-        state = states.setdefault(key, CellState())
+        if kind == "measured":
+            found.measured[key] = seconds
+            continue
+        state = found.states.setdefault(key, CellState())
         if kind == "result":
             state.published = True
         elif kind == "claim":
             state.holder, state.expires_in = a, seconds
         else:
             _add_attempt(state, a, cause, reason, tokens, bool(counted))
-    return states, scored
+    return found
 
 
 def _add_attempt(state: CellState, name: str, cause: str, reason: str, tokens: int, counted: bool) -> None:
@@ -139,7 +160,10 @@ def live_runs(store: Store) -> list[str]:
     """MLflow runs of attempts whose claim is alive: every other cell run that says RUNNING is an orphan."""
     attempts, claims = schema.attempts.c, schema.claims.c
     query = sa.select(attempts.tracking_run).where(
-        attempts.state == "running", claims.key == attempts.key, claims.fence == attempts.fence, claims.expires_at > store.now
+        attempts.state == "running",
+        claims.key == attempts.key,
+        claims.fence == attempts.fence,
+        claims.expires_at > store.now,
     )
     return [row.tracking_run for row in store.read(query) if row.tracking_run]
 
