@@ -4,8 +4,9 @@ Documents are tokenised without special tokens, each is followed by the tokenize
 end to end and kept in a cache folder named by everything that decides its content (linear_core.packing).
 
 Order. A run of n sequences of length T draws on the first P blocks of T tokens of that stream: P = n or what the
-first shard holds, if that is more; fewer when the source ends before. Sequence i is block ``order(i // P)[i % P]``, where ``order`` sorts the P blocks by a hash of (seed, pass, block). So batches are a pure function of source,
-tokenizer, settings, seed and step, the same on any machine and number of GPUs.
+first shard holds, if that is more; fewer when the source ends before. Sequence i is block ``order(i // P)[i % P]``,
+where ``order`` sorts the P blocks by a hash of (seed, pass, block). So batches are a pure function of source, tokenizer,
+settings, seed and step, the same on any machine and number of GPUs.
 
 Shape letters: B rows, T tokens.
 """
@@ -168,7 +169,7 @@ def _write_text(
 ) -> Iterator[tuple[int, np.ndarray]]:
     import torch
 
-    model = models.load(base, device=device, dtype=torch.bfloat16)  # half the bytes to read for a token, on a CPU as well
+    model = models.load(base, device=device, dtype=torch.bfloat16)  # half the bytes a token, on a CPU too
     yield from self_samples.documents(model, tokenizer, heldout, skip)
 
 

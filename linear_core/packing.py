@@ -1,8 +1,9 @@
 """Tokens of documents laid end to end, on disk, in memory-mapped shards that are made as far as they are needed.
 
 The stream is fixed by the documents, the encoding and the separator. A shard ends with the document that reaches its
-size, and sizes double up to LARGEST_SHARD. So a demo of 4k tokens tokenises seconds' worth of text, and the stream's start is the same however far it is extended. A shard is two files, ``00000.tokens`` (the
-raw integers) and ``00000.json`` (counts and where documents start, written last); an incomplete one is made again.
+size, and sizes double up to LARGEST_SHARD. So a demo of 4k tokens tokenises seconds' worth of text, and the stream's
+start is the same however far it is extended. A shard is two files, ``00000.tokens`` (the raw integers) and ``00000.json``
+(counts and where documents start, written last); an incomplete one is made again.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class PackedTokens:
         while room > 0 and (document := next(self._stream, None)) is not None:
             documents.append(document)
             room -= len(document[1])
-        for (position, _), ids in zip(documents, self._encode([content for _, content in documents])):
+        encoded = self._encode([content for _, content in documents]) if documents else []
+        for (position, _), ids in zip(documents, encoded):
             self._pending.append((position, np.asarray([*ids, self._separator], dtype=self._dtype)))
         return bool(documents)
 

@@ -174,7 +174,7 @@ def _read_files(files: list[Path]) -> Iterator[str]:
                     if line.strip():
                         yield _text_of(json.loads(line), f"{path}, line {number}")
             except (gzip.BadGzipFile, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise ValueError(f"{path} is not JSON lines: {error}; allowed: one {{\"text\": …}} a line") from error
+                raise ValueError(f'{path} is not JSON lines: {error}; allowed: one {{"text": …}} a line') from error
 
 
 def _read_parquet(path: Path) -> Iterator[str]:
@@ -227,7 +227,7 @@ def _hub_revision(name: str) -> str:
     except Exception as error:
         if remembered.exists():
             return remembered.read_text().strip()
-        raise ValueError(f"hub data set {name!r} cannot be had ({_reason(error)}); without it: local:PATH or self") from error
+        raise ValueError(f"hub data set {name!r} cannot be had ({_reason(error)}); else local:PATH or self") from error
     if not revision:
         raise ValueError(f"hub data set {name!r} has no commit")
     remembered.parent.mkdir(parents=True, exist_ok=True)
