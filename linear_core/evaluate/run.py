@@ -48,8 +48,7 @@ def evaluate_task(
     """Scores one task, every metric it has. What cannot be had comes back as a Score with the reason, not an error.
 
     model: plain or linearized, in eval mode; moved to ``device`` when one is given. base_model_or_reference: for
-    ``agreement`` (``windows.base_reference``): the unconverted model, a function that loads it, or the folder of its
-    kept outputs; by default they are in the cache since the base was scored first. switches: forward switches of a
+    ``agreement``, see ``windows.base_reference``; a linearized model needs neither. switches: forward switches of a
     linearized model, e.g. ``{"paths": "exact"}``. Raises ValueError for a task that is not allowed (``check_task``),
     an unreadable ``GOLINEAR_DATA`` or a damaged file of it.
     """

@@ -31,6 +31,11 @@ class Runner:
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     @property
+    def stateful(self) -> bool:
+        """Whether a cache is of constant size, with rows that need not be of one length: no softmax layer is left."""
+        return self.linearized and not self.model._has_softmax_layers
+
+    @property
     def device(self) -> torch.device:
         return self.model.device
 
@@ -44,16 +49,17 @@ class Runner:
 
     def fork(self, cache: Any, rows: int) -> Any:
         """``rows`` copies of a cache of one row, as one cache; the original stays as it is."""
-        if self.linearized:
-            forked = cache.fork()
-            if rows > 1:
-                forked.batch_repeat_interleave(rows)
-            return forked
         forked = copy.copy(cache)
         forked.layers = [copy.copy(layer) for layer in cache.layers]
+        index = torch.zeros(rows, dtype=torch.long, device=self.device)
         for layer in forked.layers:
-            layer.keys = layer.keys.expand(rows, -1, -1, -1)  # a view: the first update makes the copy
-            layer.values = layer.values.expand(rows, -1, -1, -1)
+            if hasattr(layer, "keys"):
+                layer.keys = layer.keys.expand(rows, -1, -1, -1)  # a view: the first update makes the copy
+                layer.values = layer.values.expand(rows, -1, -1, -1)
+            else:
+                layer.batch_select_indices(index)
+        if self.linearized:
+            forked.positions = cache.positions.expand(rows)
         return forked
 
     def row_bytes(self, num_tokens: int) -> int:

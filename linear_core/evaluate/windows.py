@@ -14,7 +14,7 @@ import math
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,13 +26,13 @@ from torch import Tensor
 from linear_core.evaluate.offline import digest, read_rows, task_files
 from linear_core.evaluate.scores import TaskSpec
 from linear_core.evaluate.tasks import DEFAULT_WINDOW, TASKS, sample_items
-from linear_core.models import cache_folder, load
+from linear_core.models import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-BaseOrReference = Union["PreTrainedModel", Callable[[], "PreTrainedModel"], Path, None]
+BaseOrReference = Union["PreTrainedModel", Path, None]
 MOST_TOKENS = 4096  # tokens of a forward pass on the CPU; eight times as many on CUDA
 
 
@@ -179,9 +179,9 @@ def base_fingerprint(model: PreTrainedModel) -> str:
 def base_reference(model: PreTrainedModel, windows: Windows, given: BaseOrReference = None) -> Tensor:
     """The base model's hidden states on the windows: from a file when it is there, else made and kept for next time.
 
-    given: the base model, a function that loads it (called only when needed), or the folder of the files (default: in
-    the cache). An unconverted ``model`` is its own base; else the one named in its configuration is loaded. Raises
-    LookupError when the base model cannot be had, ValueError when another model is given.
+    given: the base model, or the folder of the files (default: in the cache). Without it a linearized model runs its
+    own frozen layers with the base's attention, which is the base model bit for bit. Raises ValueError when another
+    model is given.
     """
     from safetensors.torch import load_file
 
@@ -189,26 +189,19 @@ def base_reference(model: PreTrainedModel, windows: Windows, given: BaseOrRefere
     path = folder / f"{base_fingerprint(model)}-{windows.key}.safetensors"
     if path.exists():
         return load_file(path)["hidden"]
-    base = model if not hasattr(model, "recipe") else _load_base(model, given)
-    if base_fingerprint(base) != base_fingerprint(model):
-        raise ValueError("the base model given is not the one this model was converted from: frozen weights differ")
-    hidden = hidden_states(base, windows)
+    if given is not None and not isinstance(given, Path):
+        if base_fingerprint(given) != base_fingerprint(model):
+            raise ValueError("the base model given is not the one this model was converted from: frozen weights differ")
+        hidden = hidden_states(given, windows)
+    elif hasattr(model, "recipe"):
+        from linear_core.convert import base_attention
+
+        with base_attention(model):
+            hidden = hidden_states(model, windows, {"paths": "base"})
+    else:
+        hidden = hidden_states(model, windows)
     _save(hidden, path)
     return hidden
-
-
-def _load_base(model: PreTrainedModel, given: BaseOrReference) -> PreTrainedModel:
-    from transformers import PreTrainedModel
-
-    if isinstance(given, PreTrainedModel):
-        return given
-    if callable(given):
-        return given()
-    source = getattr(model.config, "_name_or_path", "")
-    try:
-        return load(source, device=str(model.device), dtype=model.dtype)
-    except (OSError, ValueError) as error:
-        raise LookupError(f"the base model {source!r} could not be loaded ({error})") from error
 
 
 def _save(hidden: Tensor, path: Path) -> None:

@@ -1,0 +1,108 @@
+"""The prefix-sharing lm-eval model: item by item what HFLM answers, whatever the batches."""
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from linear_core.evaluate.harness import PrefixLM, TruncationError
+
+SHOTS = "Question: is two even?\nAnswer: yes\n\nQuestion: is three even?\nAnswer: no\n\n"
+PAIRS = [
+    *((f"{SHOTS}Question: {q}?\nAnswer:", c) for q in ("is nine odd", "is a cat a dog", "why") for c in (" yes", " no", " yes no")),
+    ("An unrelated and rather longer context, which shares nothing with the others", " at all"),
+    ("trailing spaces  ", "stay with the continuation"),
+    ("", "a text without a context"),
+    (SHOTS, "Question"),
+    (SHOTS, "Question: is nine odd?"),
+    ("An unrelated and rather longer context, which shares nothing with the others", " at all"),
+]  # fmt: skip
+
+
+def asked(kind, arguments):
+    return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module", params=["plain", "qwen3"])
+def model(request, tiny, tiny_qwen):
+    return {"plain": tiny, "qwen3": tiny_qwen}[request.param]
+
+
+@pytest.mark.parametrize(("batch_size", "min_saving"), [(1, 1), (3, 16), ("auto", 64), ("auto", 10**9)])
+def test_log_likelihoods_are_those_of_hflm(model, tokenizer, batch_size, min_saving):
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4).loglikelihood(
+        asked("loglikelihood", PAIRS), disable_tqdm=True
+    )
+    lm = PrefixLM(model, tokenizer, batch_size=batch_size, min_saving=min_saving)
+    ours = lm.loglikelihood(asked("loglikelihood", PAIRS))
+    assert [b for _, b in ours] == [b for _, b in theirs]
+    torch.testing.assert_close(
+        torch.tensor([a for a, _ in ours]), torch.tensor([a for a, _ in theirs]), atol=1e-4, rtol=0
+    )
+    assert lm.tokens_forwarded <= lm.tokens_asked
+
+
+def test_shared_prefixes_are_run_once(tiny, tokenizer):
+    lm = PrefixLM(tiny, tokenizer, min_saving=1)
+    lm.loglikelihood(asked("loglikelihood", PAIRS[:9]))
+    assert lm.tokens_forwarded < 0.5 * lm.tokens_asked
+
+
+def test_rolling_log_likelihoods_are_those_of_hflm(model, tokenizer):
+    texts = [("A text that is longer than the sixteen tokens of a window, twice over.",), ("Short.",)]
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, max_length=16)
+    ours = PrefixLM(model, tokenizer, max_length=16)
+    a = ours.loglikelihood_rolling(asked("loglikelihood_rolling", texts))
+    b = theirs.loglikelihood_rolling(asked("loglikelihood_rolling", texts), disable_tqdm=True)
+    torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, "auto"])
+def test_generated_texts_are_those_of_hflm(model, tokenizer, batch_size):
+    kinds = ({"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}, {"until": [], "max_gen_toks": 20})
+    prompts = [(text, kind) for kind in kinds for text in (SHOTS, "Once upon a time", "Q:")]
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2).generate_until(
+        asked("generate_until", prompts), disable_tqdm=True
+    )
+    assert PrefixLM(model, tokenizer, batch_size=batch_size).generate_until(asked("generate_until", prompts)) == theirs
+
+
+def test_generation_stops_when_its_score_is_settled(tiny, tokenizer):
+    prompts = [("Once upon a time", {"until": [], "max_gen_toks": 40})]
+    whole = PrefixLM(tiny, tokenizer).generate_until(asked("generate_until", prompts))[0]
+    cut = PrefixLM(tiny, tokenizer, settled=lambda _, text: len(text) >= 3).generate_until(
+        asked("generate_until", prompts)
+    )[0]
+    assert whole.startswith(cut) and 3 <= len(cut) < len(whole)
+
+
+def test_out_of_memory_halves_the_batch_and_changes_no_answer(tiny, tokenizer):
+    """A hook that refuses large batches stands for a small device."""
+    expected = PrefixLM(tiny, tokenizer).loglikelihood(asked("loglikelihood", PAIRS))
+    refused = []
+
+    def refuse(module, args, kwargs):
+        if kwargs["input_ids"].shape[0] > 2:
+            refused.append(kwargs["input_ids"].shape)
+            raise torch.OutOfMemoryError("too many rows")
+
+    handle = tiny.register_forward_pre_hook(refuse, with_kwargs=True)
+    try:
+        lm = PrefixLM(tiny, tokenizer)
+        got = lm.loglikelihood(asked("loglikelihood", PAIRS))
+    finally:
+        handle.remove()
+    assert refused and lm.budget < 2048
+    torch.testing.assert_close(
+        torch.tensor([a for a, _ in got]), torch.tensor([a for a, _ in expected]), atol=1e-5, rtol=0
+    )
+
+
+def test_a_prompt_is_never_cut(tiny, tokenizer):
+    lm = PrefixLM(tiny, tokenizer, max_length=64)
+    with pytest.raises(TruncationError, match=r"65 tokens.*64 positions"):
+        lm.generate_until(asked("generate_until", [("x" * 60, {"until": [], "max_gen_toks": 5})]))
+    with pytest.raises(TruncationError):
+        lm.loglikelihood(asked("loglikelihood", [("x" * 64, "yy")]))
+    with pytest.raises(ValueError, match="greedy"):
+        lm.generate_until(asked("generate_until", [("x", {"do_sample": True})]))
