@@ -53,7 +53,7 @@ class Runner:
         forked.layers = [copy.copy(layer) for layer in cache.layers]
         index = torch.zeros(rows, dtype=torch.long, device=self.device)
         for layer in forked.layers:
-            if hasattr(layer, "keys"):
+            if getattr(layer, "keys", None) is not None:  # a growing layer
                 layer.keys = layer.keys.expand(rows, -1, -1, -1)  # a view: the first update makes the copy
                 layer.values = layer.values.expand(rows, -1, -1, -1)
             else:

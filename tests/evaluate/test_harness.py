@@ -1,11 +1,16 @@
 """The prefix-sharing lm-eval model: item by item what HFLM answers, whatever the batches."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from linear_core.convert import convert, new_parameters
 from linear_core.evaluate.harness import PrefixLM, TruncationError
+from linear_core.recipe import Recipe
 
 SHOTS = "Question: is two even?\nAnswer: yes\n\nQuestion: is three even?\nAnswer: no\n\n"
 PAIRS = [
@@ -23,8 +28,22 @@ def asked(kind, arguments):
     return [Instance(request_type=kind, doc={}, arguments=a, idx=i) for i, a in enumerate(arguments)]
 
 
-@pytest.fixture(scope="module", params=["plain", "qwen3"])
+RECIPES = {
+    "gdn": Recipe.parse("gdn 8+2"),
+    "gla, pure": Recipe.parse("gla 0+0 conv"),
+    "some softmax layers": replace(Recipe.parse("gdn 8+2 mass"), softmax_layers="list:1"),
+}
+
+
+@pytest.fixture(scope="module", params=["plain", "qwen3", *RECIPES])
 def model(request, tiny, tiny_qwen):
+    """Plain models, and linearized ones whose new parameters are far from their start."""
+    if request.param in RECIPES:
+        converted = convert(copy.deepcopy(tiny), RECIPES[request.param])
+        with torch.no_grad():
+            for parameter in new_parameters(converted).values():
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+        return converted
     return {"plain": tiny, "qwen3": tiny_qwen}[request.param]
 
 
