@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from linear_core.adaptation import Convolutions
 from linear_core.cache import CacheShape, LinearizedLayer
-from linear_core.exact import exact_attention
+from linear_core.exact import exact_attention, exact_attention_flex
 from linear_core.layout import Layout
 from linear_core.mechanisms import mechanism_class
 from linear_core.mechanisms.base import Mechanism
@@ -131,19 +131,11 @@ class LinearizedAttention(nn.Module):
         layer: LinearizedLayer | None,
     ) -> Tensor:
         """The two paths and their merge on left-aligned rows. q: [R, L, H, D], k, v: [R, L, G, D] → [R, L, H, D]."""
-        window, sinks = self.recipe.window, self.recipe.sinks
-        past, length = layout.past, q.shape[1]
         k_all, v_all = self._behind(k, layer and layer.k), self._behind(v, layer and layer.v)
-        exact = lse = None
-        sink_k = sink_v = None
-        if window:
-            sink_k, sink_v = (
-                _sinks(k, sinks, layer and layer.sink_k, past),
-                _sinks(v, sinks, layer and layer.sink_v, past),
-            )
-            # the window's own w − 1 tokens and this pass's
-            near = slice(k_all.shape[1] - length - window + 1, None)
-            exact, lse = exact_attention(q, k_all[:, near], v_all[:, near], sink_k, sink_v, window=window, past=past)
+        sinks = self.recipe.sinks
+        sink_k = _sinks(k, sinks, layer and layer.sink_k, layout.past)
+        sink_v = _sinks(v, sinks, layer and layer.sink_v, layout.past)
+        exact, lse = self._read_exact(q, k, v, k_all, v_all, sink_k, sink_v, layout)
         if not self.has_state or (layout.paths == "exact" and layer is None):
             y = exact if exact is not None else torch.zeros_like(q)
             state, gates_all = None, None
@@ -154,6 +146,26 @@ class LinearizedAttention(nn.Module):
         if layer is not None:
             self._remember(layer, layout.num_tokens, q, k_all, v_all, gates_all, sink_k, sink_v, state)
         return y
+
+    def _read_exact(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_all: Tensor,
+        v_all: Tensor,
+        sink_k: Tensor,
+        sink_v: Tensor,
+        layout: Layout,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Window and sinks → (o [R, L, H, D], log-sum-exp [R, L, H]), or two None without a budget."""
+        window = self.recipe.window
+        if not window:
+            return None, None
+        if layout.blocks is not None:
+            return exact_attention_flex(q, k, v, layout.blocks)
+        near = slice(k_all.shape[1] - q.shape[1] - window + 1, None)  # the w − 1 tokens before this pass, and its own
+        return exact_attention(q, k_all[:, near], v_all[:, near], sink_k, sink_v, window=window, past=layout.past)
 
     def _behind(self, x: Tensor, past: Tensor | None) -> Tensor:
         """x: [R, L, G, D] → [R, W + L, G, D] with the W entries before this pass in front (zero where there are none)."""
@@ -228,8 +240,8 @@ class LinearizedAttention(nn.Module):
         k_all: Tensor,
         v_all: Tensor,
         gates_all: Tensor | None,
-        sink_k: Tensor | None,
-        sink_v: Tensor | None,
+        sink_k: Tensor,
+        sink_v: Tensor,
         state: Tensor | None,
     ) -> None:
         size = self.recipe.window + self.tail
@@ -238,8 +250,7 @@ class LinearizedAttention(nn.Module):
             layer.q_tail = _last(torch.cat([layer.q_tail, q], dim=1), self.tail, num_tokens)
         if gates_all is not None:
             layer.gate_inputs = _last(gates_all, self.recipe.window, num_tokens)
-        if sink_k is not None and sink_v is not None:
-            layer.sink_k, layer.sink_v = sink_k, sink_v
+        layer.sink_k, layer.sink_v = sink_k, sink_v
         if state is not None:
             layer.state = state
 

@@ -5,11 +5,14 @@ Shape letters: R sequences, L tokens of this pass, H query heads, G key/value he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 # Queries a block. Each block meets b + w − 1 keys and copies them once: b = w reads every key twice; below 64 the
 # matrix units idle.
@@ -76,21 +79,16 @@ def _sink_mask(
 FLEX_BLOCK = 128
 
 
-def exact_attention_flex(q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks: int) -> tuple[Tensor, Tensor]:
-    """The same by FlexAttention (CUDA, compiled once a process), for whole sequences without a past.
+def exact_attention_flex(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask) -> tuple[Tensor, Tensor]:
+    """The same by FlexAttention (CUDA, compiled), for whole sequences without a past.
 
-    q: [R, L, H, D]; k, v: [R, L, G, D], not repeated. Returns what ``exact_attention`` does. A block of 128 queries
-    meets the blocks of its window and of the sinks only: the list of blocks is written down, not found by looking at
-    L × L entries.
+    q: [R, L, H, D]; k, v: [R, L, G, D], not repeated; blocks: of ``flex_blocks``. Returns what ``exact_attention`` does.
     """
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    mask = _flex_blocks(q.shape[1], window, sinks, q.device)
     o, aux = _compiled_flex()(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        block_mask=mask,
+        block_mask=blocks,
         enable_gqa=True,
         return_aux=AuxRequest(lse=True),
     )
@@ -98,17 +96,16 @@ def exact_attention_flex(q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks:
 
 
 @cache
-def _compiled_flex():
-    from torch.nn.attention.flex_attention import flex_attention
-
+def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
 @cache
-def _flex_blocks(length: int, window: int, sinks: int, device: torch.device):
-    """BlockMask of the index set: for each block of queries the blocks of keys that hold any of it."""
-    from torch.nn.attention.flex_attention import BlockMask
+def flex_blocks(length: int, window: int, sinks: int, device: torch.device) -> BlockMask:
+    """The index set by blocks: for each 128 queries the blocks of keys that hold any of it.
 
+    Written down, not found by looking at L × L entries, so that its cost grows with L alone.
+    """
     num_blocks = -(-length // FLEX_BLOCK)
     rows = []
     for block in range(num_blocks):
