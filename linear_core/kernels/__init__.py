@@ -7,6 +7,6 @@ token, ``fla`` the Triton kernels of flash-linear-attention. Layout [B, T, H, ·
 """
 
 from linear_core.kernels.norm import l2_normalise
-from linear_core.kernels.ops import IMPLEMENTATIONS, gated_delta_rule, gated_linear_attention
+from linear_core.kernels.ops import IMPLEMENTATIONS, forced, gated_delta_rule, gated_linear_attention
 
-__all__ = ["IMPLEMENTATIONS", "gated_delta_rule", "gated_linear_attention", "l2_normalise"]
+__all__ = ["IMPLEMENTATIONS", "forced", "gated_delta_rule", "gated_linear_attention", "l2_normalise"]

@@ -8,6 +8,10 @@ with triton before 3.7.1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,14 +32,10 @@ def gated_linear_attention(
         state = None if state is None else F.pad(state, (0, fill))
     q, k, state = q.to(v.dtype), k.to(v.dtype), None if state is None else state.float()
     if log_decay is None:
-        from fla.ops.simple_gla import chunk_simple_gla
-
-        out, end = chunk_simple_gla(q, k, v, scale=scale, initial_state=state, output_final_state=True)
+        out, end = _kernel("simple_gla", "chunk_simple_gla")(q, k, v, scale=scale, initial_state=state, output_final_state=True)
     else:
-        from fla.ops.gla import chunk_gla
-
         decay = log_decay.float().clamp(min=LOWEST_LOG_DECAY)
-        out, end = chunk_gla(q, k, v, decay, scale=scale, initial_state=state, output_final_state=True)
+        out, end = _kernel("gla", "chunk_gla")(q, k, v, decay, scale=scale, initial_state=state, output_final_state=True)
     return (out[..., :size], end[..., :size]) if fill else (out, end)
 
 
@@ -48,12 +48,16 @@ def gated_delta_rule(
         raise ValueError(
             f"the delta-rule kernel needs K ≤ {MAX_KEY_SIZE}, not {q.shape[-1]} (q {list(q.shape)}); use chunked"
         )
-    from fla.ops.kda import chunk_kda
-
-    return chunk_kda(
+    return _kernel("kda", "chunk_kda")(
         q.to(v.dtype), k.to(v.dtype), v, log_decay.float().clamp(min=LOWEST_LOG_DECAY), beta.float(), scale=scale,
         initial_state=None if state is None else state.float(), output_final_state=True,
     )  # fmt: skip
+
+
+@cache
+def _kernel(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A kernel by name: an import statement would make fla a requirement of exported model folders."""
+    return getattr(import_module(f"fla.ops.{module}"), name)
 
 
 def _need_cuda(q: Tensor) -> None:

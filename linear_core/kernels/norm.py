@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+
 import torch
 from torch import Tensor
 
 EPSILON = 1e-6
 
 
+@cache
+def _fused() -> Callable[[Tensor, float], Tensor]:
+    """fla's kernel, not by an import statement: that would make fla a requirement of exported model folders."""
+    return import_module("fla.modules.norm.l2norm").l2norm
+
+
 def l2_normalise(x: Tensor) -> Tensor:
     """x: [..., D] → the same shape and dtype. One fused Triton pass on CUDA (of at least two tokens), else PyTorch."""
     if x.is_cuda and x.ndim == 4 and x.shape[1] > 1:
-        from fla.modules.l2norm import l2norm
-
-        return l2norm(x.contiguous(), EPSILON)
+        return _fused()(x.contiguous(), EPSILON)
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)).to(x.dtype)

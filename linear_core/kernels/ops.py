@@ -5,6 +5,8 @@ Shape letters: B batch, T tokens, H heads, K key features, V value features.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from torch import Tensor
@@ -13,6 +15,18 @@ from linear_core.kernels import chunked, fla, reference, step
 
 Implementation = Literal["reference", "chunked", "step", "fla"]
 IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "step": step, "fla": fla}
+_forced: Implementation | None = None
+
+
+@contextmanager
+def forced(implementation: Implementation) -> Iterator[None]:
+    """Within it, every state update of this process that names no implementation takes this one: for tests and benches."""
+    global _forced
+    before, _forced = _forced, implementation
+    try:
+        yield
+    finally:
+        _forced = before
 
 
 def gated_linear_attention(
@@ -66,6 +80,7 @@ def gated_delta_rule(
 
 def _choose(q: Tensor, implementation: Implementation | None):
     """The module that holds the form. T = 1 is a step on every device: no kernel beats one read of the state."""
+    implementation = implementation or _forced
     if implementation is None:
         implementation = "step" if q.shape[1] == 1 else "fla" if q.is_cuda else "chunked"
     if implementation not in IMPLEMENTATIONS:
