@@ -133,10 +133,11 @@ def tolerance(name: str, device: str, dtype: torch.dtype) -> float:
 def cases(tiny: bool) -> Iterator[Case]:
     """All combinations the project promises; ``tiny`` keeps a few of each kind."""
     lengths = (1, 65) if tiny else (1, 7, 63, 64, 65, 100, 257)
-    for rule, tokens, gates, with_state in itertools.product(RULES, lengths, GATES, (False, True)):
+    gate_kinds, starts = (GATES[-1:], (True,)) if tiny else (GATES, (False, True))
+    for rule, tokens, gates, with_state in itertools.product(RULES, lengths, gate_kinds, starts):
         yield Case(rule=rule, tokens=tokens, heads=3, size=64, gates=gates, with_state=with_state)
     for rule, (heads, kv_heads), size in itertools.product(RULES, ((1, 1), (9, 3), (8, 2), (8, 1)), (64, 128)):
-        if not tiny or size == 64:
+        if not tiny or (size == 64 and heads == 9):
             yield Case(rule=rule, tokens=100, heads=heads, kv_heads=kv_heads, size=size, gates="both", with_state=True)
     for size in (64,) if tiny else (64, 128):  # hedgehog: its values carry a column of ones
         yield Case(rule="linear_attention", tokens=100, heads=2, size=size, value_size=size + 1, with_state=True)

@@ -174,7 +174,12 @@ def on_a_gpu(
             with _fits(row):
                 cost = measure({name: layer.prepare(tokens)}, device=device, repeats=repeats)[name]
                 step = measure_step(layer.prepare_step(tokens), device=device, repeats=repeats)
-                row |= {"forward_ms": cost.forward, "backward_ms": cost.backward, "peak_MiB": cost.peak, "step_ms": step}
+                row |= {
+                    "forward_ms": cost.forward,
+                    "backward_ms": cost.backward,
+                    "peak_MiB": cost.peak,
+                    "step_ms": step,
+                }
                 row["both_ms"] = cost.total
             if name == "softmax":
                 full = row
@@ -222,7 +227,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="whose shape (default: smollm2-135m on the CPU, llama3.1-8b on CUDA)")
     parser.add_argument("--mechanisms", default=",".join(DEFAULT), help="comma-separated names")
     parser.add_argument("--budget", default="0+0", help="window+sinks of the exact path (default: the mechanism alone)")
-    parser.add_argument("--lengths", default="", help="comma-separated numbers of tokens (default: 512, or 2048 … 131072)")
+    parser.add_argument(
+        "--lengths", default="", help="comma-separated numbers of tokens (default: 512, or 2048 … 131072)"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="rounds; the best counts")
     parser.add_argument("--output", help="write the rows as JSON")
     options = parser.parse_args(argv)
@@ -230,7 +237,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         device=options.device, model=options.model, mechanisms=options.mechanisms.split(","), budget=options.budget,
         lengths=[int(n) for n in options.lengths.split(",") if n], repeats=options.repeats,
     )  # fmt: skip
-    show(f"attention layers, budget {options.budget}, on {options.device}", rows, device=options.device, output=options.output)
+    show(
+        f"attention layers, budget {options.budget}, on {options.device}",
+        rows,
+        device=options.device,
+        output=options.output,
+    )
     return 1 if any(row.get("within_targets") == "no" for row in rows) else 0
 
 

@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Tokens a chunk, the fastest of 16 to 128 on two CPU cores at T = 512 … 2048 (D = 64); the delta rule also solves a
+# system of this size.
 CHUNK = 64
+DELTA_CHUNK = 32
 
 
 def gated_linear_attention(
@@ -43,7 +46,7 @@ def gated_delta_rule(
     beta: Tensor,
     state: Tensor | None,
     scale: float,
-    chunk: int = CHUNK,
+    chunk: int = DELTA_CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """The delta rule in its WY form (arXiv 2406.06484): what a chunk writes, u, solves a unit lower triangular system
 
@@ -61,10 +64,10 @@ def gated_delta_rule(
     weights, fresh = solved.split((keys.shape[-1], values.shape[-1]), dim=-1)
 
     S, starts, written = _start(k, v, state), [], []
-    for n in range(keys.shape[2]):
+    for f, w, decayed, by in zip(*(x.unbind(2) for x in (fresh, weights, to_end.mT, whole.unsqueeze(-1)))):
         starts.append(S)
-        written.append(fresh[:, :, n] - weights[:, :, n] @ S)
-        S = whole[:, :, n].unsqueeze(-1) * S + to_end[:, :, n].mT @ written[-1]
+        written.append(f - w @ S)
+        S = by * S + decayed @ written[-1]
     out = q_scores @ torch.stack(written, dim=2) + q_start @ torch.stack(starts, dim=2)
     return _from_chunks(out * scale, tokens, dtype), S
 
@@ -106,9 +109,10 @@ def _neighbours(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _carry(writes: Tensor, whole: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
     """The state before each chunk [B, H, N, K, V] and the last. writes: what each chunk adds, whole: its decay."""
     starts = []
-    for n in range(writes.shape[2]):
+    decays = [None] * writes.shape[2] if whole is None else whole.unsqueeze(-1).unbind(2)
+    for write, decay in zip(writes.unbind(2), decays):
         starts.append(state)
-        state = (state if whole is None else whole[:, :, n].unsqueeze(-1) * state) + writes[:, :, n]
+        state = (state if decay is None else decay * state) + write
     return torch.stack(starts, dim=2), state
 
 

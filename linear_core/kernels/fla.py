@@ -32,10 +32,14 @@ def gated_linear_attention(
         state = None if state is None else F.pad(state, (0, fill))
     q, k, state = q.to(v.dtype), k.to(v.dtype), None if state is None else state.float()
     if log_decay is None:
-        out, end = _kernel("simple_gla", "chunk_simple_gla")(q, k, v, scale=scale, initial_state=state, output_final_state=True)
+        out, end = _kernel("simple_gla", "chunk_simple_gla")(
+            q, k, v, scale=scale, initial_state=state, output_final_state=True
+        )
     else:
         decay = log_decay.float().clamp(min=LOWEST_LOG_DECAY)
-        out, end = _kernel("gla", "chunk_gla")(q, k, v, decay, scale=scale, initial_state=state, output_final_state=True)
+        out, end = _kernel("gla", "chunk_gla")(
+            q, k, v, decay, scale=scale, initial_state=state, output_final_state=True
+        )
     return (out[..., :size], end[..., :size]) if fill else (out, end)
 
 
