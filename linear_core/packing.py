@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +100,8 @@ class PackedTokens:
 
     def _make_shard(self) -> None:
         """Tokenise the next shard's documents. Another process that is at it is waited for."""
+        from filelock import FileLock  # torch and the hub client depend on it
+
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / "lock"):
             if self._load_shard():

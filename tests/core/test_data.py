@@ -213,7 +213,6 @@ def test_a_hub_data_set_is_streamed_and_an_unreachable_hub_costs_seconds(tmp_pat
         run = [sys.executable, str(script), str(tmp_path / "tokens")]
         fingerprint, rows, reason, _ = json.loads(subprocess.run(run, env=environment, check=True, stdout=-1).stdout)
     local = f"local:{write_jsonl(tmp_path / 'same.jsonl', documents)}"
-    settings = TrainSettings(tokens=2048, sequence_length=64)
     packed = data.open_tokens(local, TOKENIZER, cache_folder=tmp_path / "local")
     stream = packed._train.tokens(0, packed._train.extend(1 << 15))
     streamed = {tuple(row[0]) for row in rows}

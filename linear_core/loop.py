@@ -1,0 +1,280 @@
+"""The training loop behind ``linear_core.train``: steps, what they are read, checked and saved by, and what fits in memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from linear_core import checkpoint
+from linear_core.convert import new_parameters, save_new_parameters
+from linear_core.curve import Curve
+from linear_core.data import TokenData
+from linear_core.objectives import Objective, Sequences, make_objective
+from linear_core.optim import NewParameterOptimizer, learning_rate
+from linear_core.outcome import Interrupted, NonFiniteError, TrainResult
+from linear_core.settings import TrainSettings, parse_objective
+from linear_core.step import Stopped, Trainee, find_non_finite, train_step
+
+logger = logging.getLogger(__name__)
+
+TRAINER_VERSION = 1  # raised when the same settings would give other parameters
+PARAMETERS = "new_parameters.safetensors"
+STEPS_IN_FLIGHT = {"cuda": 10}  # steps that run before the host reads their losses; elsewhere 1
+
+Progress = Callable[[dict[str, Any]], None]
+T = TypeVar("T")
+
+
+class Memory:
+    """How a step is cut to fit, and the ladder down which it goes when memory runs out."""
+
+    def __init__(self, models: Sequence[Any], micro_batch: int) -> None:
+        self.models, self.micro_batch, self.checkpointing = models, micro_batch, False
+
+    def fit(self, work: Callable[[int], T]) -> T:
+        """``work(micro_batch)``, again with less after each torch.OutOfMemoryError, which is raised when nothing is left."""
+        while True:
+            try:
+                return work(self.micro_batch)
+            except torch.OutOfMemoryError:
+                if not self._shrink():
+                    raise
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+    def _shrink(self) -> bool:
+        """Half the rows of a forward; at one row, activation checkpointing. False when that is on already."""
+        if self.micro_batch > 1:
+            self.micro_batch = math.ceil(self.micro_batch / 2)
+        elif not self.checkpointing:
+            self.checkpoint_activations(True)
+        else:
+            return False
+        logger.warning(
+            "out of memory: now %d rows a forward, activation checkpointing %s", self.micro_batch, self.checkpointing
+        )
+        return True
+
+    def checkpoint_activations(self, on: bool) -> None:
+        """transformers' own, a layer at a time. It needs train mode, which changes nothing else: there is no dropout."""
+        if on == self.checkpointing:
+            return
+        self.checkpointing = on
+        for model in self.models:
+            if on:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            else:
+                model.gradient_checkpointing_disable()
+            model.train(on)
+
+
+class Cell:
+    """One cell of a run: its model, optimiser, folder and curve, and how it stands."""
+
+    def __init__(self, index: int, model: Any, settings: TrainSettings, folder: Path, identity: dict[str, Any]) -> None:
+        self.index, self.folder, self.curve = index, folder, Curve(folder)
+        recipe = model.recipe
+        self.identity = {**identity, "recipe": recipe.canonical()}
+        optimizer = NewParameterOptimizer(
+            new_parameters(model), settings, settings.peak_learning_rate(recipe.adaptation)
+        )
+        self.trainee = Trainee(model, optimizer)
+        self.loss: float | None = None
+        self.error: NonFiniteError | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def restore(self, found: checkpoint.Checkpoint) -> None:
+        """Go back to a checkpoint of this cell."""
+        tensors = found.tensors()
+        self.trainee.optimizer.restore(tensors)
+        checkpoint.restore_random_states(tensors)
+        self.loss = found.state["loss"]
+
+
+class Run:
+    """Several cells on the same batches, step by step. Made for one call of ``run``."""
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        settings: TrainSettings,
+        data: TokenData,
+        folders: Sequence[Path],
+        seed: int,
+        *,
+        micro_batch: int,
+        checkpoint_seconds: float,
+        on_progress: Progress,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.settings, self.data, self.seed = settings, data, seed
+        self.checkpoint_seconds, self.on_progress, self.should_stop = checkpoint_seconds, on_progress, should_stop
+        self.memory = Memory(models, micro_batch)
+        self.device = next(models[0].parameters()).device
+        identity = {
+            "settings": settings.canonical(),
+            "data": data.fingerprint,
+            "seed": seed,
+            "trainer": TRAINER_VERSION,
+        }
+        self.cells = [Cell(i, m, settings, f, identity) for i, (m, f) in enumerate(zip(models, folders))]
+        self.step = 0  # steps done
+        self.resumed_from: int | None = None
+        self.seconds_before = self.seconds_to_first_step = 0.0
+        self._window: list[tuple[int, list[Cell], Tensor]] = []  # steps whose numbers the host has not read
+        self._started = self._window_started = self._saved_at = time.monotonic()
+
+    @property
+    def active(self) -> list[Cell]:
+        """Cells that have not failed."""
+        return [cell for cell in self.cells if cell.error is None]
+
+    def run(self) -> list[TrainResult | NonFiniteError]:
+        """Train to the end. Raises as ``linear_core.train.train`` does, but hands NonFiniteError back in its cell's place."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._resume()
+        for name, first, end in self._phases():
+            if self.step < end and self.active:
+                objective = make_objective(name)
+                models = [cell.trainee.model for cell in self.active]
+                self.memory.fit(lambda rows: objective.prepare(models, self._batch(first), rows))  # noqa: B023
+                while self.step < end and self.active:
+                    self._one_step(objective)
+                self._read(objective)
+        self._save()
+        for cell in self.active:
+            save_new_parameters(cell.trainee.model, cell.folder / PARAMETERS)
+        return [cell.error or self._result(cell) for cell in self.cells]
+
+    def tokens_seen(self, steps: int) -> int:
+        """Tokens of the first ``steps`` steps; whole sequences, so never fewer than asked for at the end."""
+        length = self.settings.sequence_length
+        return min(steps * self.settings.batch_size, math.ceil(self.settings.tokens / length)) * length
+
+    def _phases(self) -> list[tuple[str, int, int]]:
+        """(objective, first step, end) of a chain. A step belongs to the objective that its first token falls to."""
+        phases, tokens, first = [], 0, 0
+        for name, count in parse_objective(self.settings.objective, self.settings.tokens):
+            tokens += count
+            end = math.ceil(tokens / (self.settings.batch_size * self.settings.sequence_length))
+            phases.append((name, first, end))
+            first = end
+        return phases
+
+    def _batch(self, step: int) -> Sequences:
+        return Sequences.of(self.data.batch(step, self.settings, self.seed), self.device)
+
+    def _one_step(self, objective: Objective) -> None:
+        cells, batch = self.active, self._batch(self.step)
+        for cell in cells:
+            cell.trainee.optimizer.set_rate(self.step)
+        trainees = [cell.trainee for cell in cells]
+        try:
+            numbers = self.memory.fit(lambda rows: train_step(trainees, objective, batch, rows, self.should_stop))
+        except Stopped:
+            self._interrupt(objective)
+        self._window.append((self.step, cells, numbers))
+        self.step += 1
+        if not self.seconds_to_first_step:
+            numbers.cpu()
+            self.seconds_to_first_step = time.monotonic() - self._started
+        if len(self._window) >= STEPS_IN_FLIGHT.get(self.device.type, 1):
+            self._read(objective)
+        if time.monotonic() - self._saved_at >= self.checkpoint_seconds:
+            self._read(objective)
+            self._save()
+
+    def _read(self, objective: Objective) -> None:
+        """Read the numbers of the steps in flight, write the curve, and take out cells whose step was not finite."""
+        if not self._window:
+            return
+        read = [(step, cells, numbers.tolist()) for step, cells, numbers in self._window]
+        self._window = []
+        now = time.monotonic()
+        tokens = self.tokens_seen(self.step) - self.tokens_seen(read[0][0])
+        rate, self._window_started = tokens / max(now - self._window_started, 1e-9), now
+        for step, cells, numbers in read:
+            for cell, (loss, norm, failed) in zip(cells, numbers):
+                if failed and cell.error is None:
+                    where = find_non_finite(cell.trainee, objective, self._batch(step), self.memory.micro_batch)
+                    good = checkpoint.complete(cell.folder)
+                    cell.error = NonFiniteError(step, where, good[-1].path if good else None)
+                elif not failed:
+                    cell.loss = loss
+                    self._report(cell, step, loss, norm, rate)
+
+    def _report(self, cell: Cell, step: int, loss: float, norm: float, tokens_per_second: float) -> None:
+        row = {
+            "step": step,
+            "tokens_seen": self.tokens_seen(step + 1),
+            "loss": loss,
+            "learning_rate": learning_rate(step, self.settings, cell.trainee.optimizer.peak),
+            "grad_norm": norm,
+            "tokens_per_second": tokens_per_second,
+        }
+        cell.curve.append([row])
+        progress = {"stage": "train", "done": row["tokens_seen"], "total": self.settings.tokens, "unit": "tokens"}
+        self.on_progress({**progress, "cell": cell.index, **row})
+
+    def _resume(self) -> None:
+        """Go on from the last step that every cell has a complete checkpoint of."""
+        found = [{c.step: c for c in checkpoint.complete(cell.folder)} for cell in self.cells]
+        for cell, checkpoints in zip(self.cells, found):
+            for one in checkpoints.values():
+                checkpoint.check_identity(one, cell.identity)
+        common = set.intersection(*(set(checkpoints) for checkpoints in found))
+        if common:
+            self.step = self.resumed_from = max(common)
+            for cell, checkpoints in zip(self.cells, found):
+                cell.restore(checkpoints[self.step])
+            self.seconds_before = found[0][self.step].state["seconds"]
+            logger.info("going on from step %d of %d", self.step, self.settings.num_steps)
+        for cell in self.cells:
+            cell.curve.keep(self.step)
+
+    def _save(self) -> Path | None:
+        """A checkpoint of every active cell, whose numbers have all been read. Returns the path of the first, if any."""
+        seconds = self.seconds_before + time.monotonic() - self._started
+        paths = []
+        for cell in self.active:
+            state = {
+                "identity": cell.identity,
+                "tokens_seen": self.tokens_seen(self.step),
+                "seconds": seconds,
+                "loss": cell.loss,
+            }
+            paths.append(checkpoint.save(cell.folder, self.step, cell.trainee.optimizer.tensors(), state))
+        self._saved_at = time.monotonic()
+        return paths[0] if paths else None
+
+    def _interrupt(self, objective: Objective) -> NoReturn:
+        self._read(objective)
+        raise Interrupted(self.step, self._save() if self.step else None)
+
+    def _result(self, cell: Cell) -> TrainResult:
+        sitting = time.monotonic() - self._started
+        seen = self.tokens_seen(self.step)
+        on_gpu = self.device.type == "cuda"
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return TrainResult(
+            steps=self.step,
+            tokens_seen=seen,
+            loss=cell.loss,
+            seconds=self.seconds_before + sitting,
+            tokens_per_second=(seen - self.tokens_seen(self.resumed_from or 0)) / sitting,
+            seconds_to_first_step=self.seconds_to_first_step,
+            micro_batch=self.memory.micro_batch,
+            accumulation=math.ceil(self.settings.batch_size / self.memory.micro_batch),
+            activation_checkpointing=self.memory.checkpointing,
+            peak_memory=torch.cuda.max_memory_allocated(self.device) if on_gpu else resident,
+            resumed_from=self.resumed_from,
+        )

@@ -1,0 +1,155 @@
+"""What a training step minimises: ``ce`` next-token cross-entropy, ``kl`` to the frozen base, ``layerwise`` (recipe section 7).
+
+An objective takes some sequences and one or more linearized models that share a base, adds to the gradients of their
+new parameters and returns each model's share of the loss. All are normalised by counts of the whole step, so that
+splitting a step into micro-batches changes nothing but rounding.
+
+Shape letters: B rows, T tokens, N = B·T, C hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from linear_core.convert import base_attention
+from linear_core.data import IGNORE, Batch
+
+TOKENS_AT_ONCE = 1024  # rows of logits in memory at a time
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Rows of a step on the device. input_ids, labels: [B, T]; document_ids: [B, T] or None (linear_core.data.Batch).
+    num_targets, num_tokens: of the whole step, which a loss is normalised by."""
+
+    input_ids: Tensor
+    labels: Tensor
+    document_ids: Tensor | None
+    num_targets: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> Sequences:
+        """A step's batch on a device."""
+        input_ids, labels = (torch.from_numpy(a).to(device) for a in (batch.input_ids, batch.labels))
+        document_ids = None if batch.document_ids is None else torch.from_numpy(batch.document_ids).to(device)
+        return cls(input_ids, labels, document_ids, batch.num_targets, batch.input_ids.size)
+
+    def split(self, rows: int) -> Iterator[Sequences]:
+        """Micro-batches of at most ``rows`` rows; the counts stay the whole step's."""
+        for i in range(0, len(self.input_ids), rows):
+            ids = None if self.document_ids is None else self.document_ids[i : i + rows]
+            yield Sequences(
+                self.input_ids[i : i + rows], self.labels[i : i + rows], ids, self.num_targets, self.num_tokens
+            )
+
+
+class Objective(Protocol):
+    def prepare(self, models: Sequence[Any], first: Sequences, micro_batch: int) -> None:
+        """Called once before the objective's first step, with that step's batch; again when a run is resumed."""
+
+    def backward(self, models: Sequence[Any], part: Sequences) -> list[Tensor]:
+        """Forward and backward of one micro-batch. Returns each model's share of the step's loss, [] detached."""
+
+
+class CrossEntropy:
+    """Mean next-token cross-entropy, in nats."""
+
+    def prepare(self, models: Sequence[Any], first: Sequences, micro_batch: int) -> None:
+        """Nothing to prepare."""
+
+    def backward(self, models: Sequence[Any], part: Sequences) -> list[Tensor]:
+        losses = []
+        for model in models:
+            hidden = last_hidden(model, part)
+            loss = cross_entropy_sum(hidden, model.lm_head.weight, part.labels) / part.num_targets
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+
+class KullbackLeibler:
+    """Mean KL(base ‖ model) of the next-token distributions, in nats. The base is the model itself under the base's attention."""
+
+    def prepare(self, models: Sequence[Any], first: Sequences, micro_batch: int) -> None:
+        """Nothing to prepare."""
+
+    def backward(self, models: Sequence[Any], part: Sequences) -> list[Tensor]:
+        with torch.no_grad(), base_attention(models[0]):
+            target = last_hidden(models[0], part, paths="base")
+        losses = []
+        for model in models:
+            hidden = last_hidden(model, part)
+            loss = kl_sum(hidden, target, model.lm_head.weight, part.labels != IGNORE) / part.num_targets
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+
+def make_objective(name: str) -> Objective:
+    """``ce``, ``kl`` or ``layerwise`` → the objective. Raises KeyError: settings have checked the name."""
+    from linear_core.layerwise import Layerwise
+
+    kinds: dict[str, type[Objective]] = {"ce": CrossEntropy, "kl": KullbackLeibler, "layerwise": Layerwise}
+    return kinds[name]()
+
+
+def last_hidden(model: Any, part: Sequences, **arguments: Any) -> Tensor:
+    """What the model's head reads: [B, T, C] after the final norm. No [N, V] logits are made."""
+    found: list[Tensor] = []
+    if part.document_ids is not None:
+        arguments["document_ids"] = part.document_ids
+    handle = model.model.norm.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+    try:
+        model(input_ids=part.input_ids, use_cache=False, logits_to_keep=1, **arguments)
+    finally:
+        handle.remove()
+    return found[0]
+
+
+def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Σ −log p(label) over labels that are not IGNORE, float32 []. hidden: [B, T, C], weight: [V, C], labels: [B, T].
+
+    On CUDA the kernel library's fused linear cross-entropy, which keeps neither logits nor their gradient.
+    """
+    if hidden.is_cuda:
+        from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+
+        return fused_linear_cross_entropy_loss(hidden.flatten(0, 1), labels.flatten(), weight, reduction="sum")
+
+    def of_chunk(h: Tensor, wanted: Tensor) -> Tensor:
+        return functional.cross_entropy(
+            functional.linear(h, weight).float(), wanted, ignore_index=IGNORE, reduction="sum"
+        )
+
+    return _sum_of_chunks(of_chunk, hidden.flatten(0, 1), labels.flatten())
+
+
+def kl_sum(hidden: Tensor, target: Tensor, weight: Tensor, counted: Tensor) -> Tensor:
+    """Σ KL(softmax(target·weightᵀ) ‖ softmax(hidden·weightᵀ)) over counted tokens, float32 [].
+
+    hidden, target: [B, T, C] (target without gradient), weight: [V, C], counted: bool [B, T].
+    """
+
+    def of_chunk(h: Tensor, t: Tensor, some: Tensor) -> Tensor:
+        ours, base = (functional.linear(x, weight).float().log_softmax(-1) for x in (h, t))
+        return ((base.exp() * (base - ours)).sum(-1) * some).sum()
+
+    return _sum_of_chunks(of_chunk, hidden.flatten(0, 1), target.flatten(0, 1), counted.flatten())
+
+
+def _sum_of_chunks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Σ function(rows) over chunks of TOKENS_AT_ONCE rows; with several, each is computed again for its gradient."""
+    if len(tensors[0]) <= TOKENS_AT_ONCE:
+        return function(*tensors)
+    total = torch.zeros((), device=tensors[0].device)
+    for chunk in zip(*(t.split(TOKENS_AT_ONCE) for t in tensors)):
+        total = total + checkpoint(function, *chunk, use_reentrant=False)
+    return total

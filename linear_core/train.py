@@ -1,0 +1,154 @@
+"""Training the new parameters of one cell, or of several cells of one base model at once (recipe section 5).
+
+A run is a folder: ``curve.jsonl`` (a row a step), ``checkpoints/`` and, at the end, ``new_parameters.safetensors``. Called
+again on the same folder, a run goes on from its last checkpoint with the same batches, bit for bit on a CPU. The curve
+does not depend on interruptions, nor, but for rounding, on the micro-batch.
+
+Precision is that of the models: frozen weights as loaded (bfloat16 on CUDA), new parameters, moments and losses float32.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linear_core.convert import new_parameters, save_new_parameters
+from linear_core.data import TokenData
+from linear_core.loop import PARAMETERS, TRAINER_VERSION, Progress, Run
+from linear_core.outcome import Interrupted, NonFiniteError, TrainResult
+from linear_core.settings import TrainSettings
+
+__all__ = ["TRAINER_VERSION", "Interrupted", "NonFiniteError", "TrainResult", "train", "train_cells", "train_command"]
+
+
+def train(
+    model: Any,
+    settings: TrainSettings,
+    data: TokenData,
+    *,
+    folder: str | Path,
+    seed: int,
+    micro_batch: int | None = None,
+    checkpoint_minutes: float = 5.0,
+    on_progress: Progress | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> TrainResult:
+    """Train a linearized model's new parameters in place, going on from the last complete checkpoint in ``folder``.
+
+    micro_batch: rows in one forward, the batch size unless given; halved when memory runs out. on_progress: gets each
+    row of the curve with ``stage``, ``done``, ``total`` and ``unit``. should_stop: asked before every micro-batch.
+    Raises ValueError when the folder's checkpoint is of another run (naming what drifted) or the data too short,
+    NonFiniteError, Interrupted, and torch.OutOfMemoryError when not even one row with activation checkpointing fits.
+    """
+    (result,) = train_cells(
+        [model], settings, data, folders=[folder], seed=seed, micro_batch=micro_batch, should_stop=should_stop,
+        checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
+    )  # fmt: skip
+    if isinstance(result, NonFiniteError):
+        raise result
+    return result
+
+
+def train_cells(
+    models: Sequence[Any],
+    settings: TrainSettings,
+    data: TokenData,
+    *,
+    folders: Sequence[str | Path],
+    seed: int,
+    micro_batch: int | None = None,
+    checkpoint_minutes: float = 5.0,
+    on_progress: Progress | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[TrainResult | NonFiniteError]:
+    """Train several cells of one base model on the same batches, each with its own clip norm, optimiser and folder.
+
+    models: twins over the same frozen weights (linear_core.layerwise.twins), each converted by its own recipe; under
+    ``layerwise`` one forward of the base serves them all. A cell gets what it would get alone. One whose loss is not
+    finite drops out and its error stands in its place; the rest is as in ``train``. Rows of on_progress have a ``cell``.
+    """
+    chosen = [i for i, model in enumerate(models) if new_parameters(model)]
+    results: list[TrainResult | NonFiniteError] = [_nothing_to_train(m, Path(f)) for m, f in zip(models, folders)]
+    if not chosen:
+        return results
+    on_gpu = models[0].device.type == "cuda"
+    with _told_to_stop() as told, torch.random.fork_rng(devices=[models[0].device] if on_gpu else []):
+        torch.manual_seed(seed)
+        run = Run(
+            [models[i] for i in chosen], settings, data, [Path(folders[i]) for i in chosen], seed,
+            micro_batch=min(micro_batch or settings.batch_size, settings.batch_size),
+            checkpoint_seconds=60 * checkpoint_minutes, on_progress=on_progress or (lambda _row: None),
+            should_stop=lambda: told.is_set() or (should_stop is not None and should_stop()),
+        )  # fmt: skip
+        try:
+            for i, result in zip(chosen, run.run()):
+                results[i] = result
+        finally:
+            run.memory.checkpoint_activations(False)
+    return results
+
+
+def _nothing_to_train(model: Any, folder: Path) -> TrainResult:
+    """For a cell without new parameters (mechanism none): its file of parameters is empty, its run has no step."""
+    if not new_parameters(model):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_new_parameters(model, folder / PARAMETERS)
+    return TrainResult(
+        steps=0, tokens_seen=0, loss=None, seconds=0.0, tokens_per_second=0.0, seconds_to_first_step=0.0,
+        micro_batch=0, accumulation=0, activation_checkpointing=False, peak_memory=0,
+    )  # fmt: skip
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets meanwhile. Outside the main thread, where no handler can be set, nothing does."""
+    told = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+    before = signal.signal(signal.SIGTERM, lambda _number, _frame: told.set())
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def train_command(
+    model: str,
+    recipe: str,
+    folder: str | Path,
+    *,
+    settings: TrainSettings,
+    data: str = "auto",
+    seed: int = 1,
+    device: str = "",
+    micro_batch: int | None = None,
+    checkpoint_minutes: float = 5.0,
+    on_progress: Progress | None = None,
+) -> TrainResult:
+    """``golinear train``: load, linearize and train one cell outside any flow, into ``folder``.
+
+    model: as linear_core.models.resolve takes it. recipe: e.g. ``gdn 56+8 conv``. data: a source of linear_core.sources.
+    device: cuda when there is one, else cpu, unless given. Raises ValueError as the parts do, before anything is loaded.
+    """
+    from linear_core import convert, models
+    from linear_core.data import data_fingerprint, open_tokens
+    from linear_core.recipe import Recipe
+
+    parsed, base = Recipe.parse(recipe), models.resolve(model)
+    if parsed.mechanism == "softmax":
+        raise ValueError("recipe 'softmax' is the base model: there is nothing to train")
+    data_fingerprint(data)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = open_tokens(data, models.load_tokenizer(base), base=base, device=device)
+    linearized = convert.convert(models.load(base, device=device), parsed, seed=seed)
+    return train(
+        linearized, settings, tokens, folder=folder, seed=seed, micro_batch=micro_batch,
+        checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
+    )  # fmt: skip
