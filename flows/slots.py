@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import re
 import time
 from collections.abc import Callable
 from threading import Event
@@ -13,7 +13,6 @@ from sweeps.cell import Placement
 from sweeps.retries import cause_of
 from sweeps.store import Store
 
-log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 STOP_SECONDS = 60.0  # for a stage that was asked to stop, until its process is ended
 
@@ -96,7 +95,8 @@ class Slot:
         cause = cause_of(error.cause)
         if cause == "oom" or "CUDA error" in str(error.cause):
             self.close()
-        return StageFailed(cause, f"{type(error.cause).__name__}: {error.cause}", str(error))
+        traceback = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Ray colours it
+        return StageFailed(cause, f"{type(error.cause).__name__}: {error.cause}", traceback)
 
     def close(self) -> None:
         """End the process; its GPU memory goes with it."""

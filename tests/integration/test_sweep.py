@@ -99,7 +99,7 @@ def test_a_failing_cell_is_named_and_the_others_keep_their_scores(world):
     items = cells("failing")
     assert items["gdn 4+2"].action == "skip" and items["base"].action == "skip" and items["gla 4+0"].action == "run"
     failure = queries.failures(store, broken.train_key)[0]
-    assert failure.cause == "error" and "Traceback" in failure.traceback and failure.log_tail
+    assert failure.cause == "error" and "in save_new_parameters" in failure.traceback and failure.log_tail
     failed = runs("failing")["gla"][0]
     assert failed.info.status == "FAILED" and failed.data.tags["reason"]
     assert queries.sweep_state(store, queries.load_sweep(store, "failing")[0]) == "failed"
