@@ -1,0 +1,98 @@
+"""From what a user names — a model, a folder, a cell of the store — to a model that is loaded. Imports no torch by itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linear_core import models
+from linear_core.recipe import Recipe
+from sweeps.cell import Cell
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model on its device with its tokenizer. ``base``: what it was made from; ``cell``: when it is one of the store."""
+
+    model: Any
+    tokenizer: Any
+    base: models.BaseModel | None
+    recipe: Recipe | None = None
+    cell: Cell | None = None
+
+
+def open_model(what: str, *, device: str = "cpu") -> Opened:
+    """A registry name, hub id or folder of a base model; an exported folder; a cell's key (or the end of it) or folder.
+
+    Raises ValueError when it is none of these, saying what is allowed.
+    """
+    from linear_core.export import is_linearized_folder, load_linearized
+
+    folder = Path(what)
+    if (folder / "cell.json").exists():
+        return _open_cell(folder, device)
+    if folder.is_dir() and is_linearized_folder(folder):
+        model, tokenizer = load_linearized(folder, device=device)
+        return Opened(model, tokenizer, None, model.recipe)
+    if folder.is_dir() or what in models.REGISTRY or "/" in what:
+        base = models.resolve(what)
+        return Opened(models.load(base, device=device), models.load_tokenizer(base), base)
+    return _open_cell(_published(what), device)
+
+
+def _published(text: str) -> Path:
+    from sweeps import queries
+    from sweeps.store import Store
+
+    store = Store()
+    try:
+        return store.published_folder(queries.find_key(store, text))
+    except (ValueError, KeyError) as error:
+        known = ", ".join(models.REGISTRY)
+        raise ValueError(
+            f"{text!r} is no model, folder or trained cell ({error.args[0]}); allowed: {known}, a hub id, a folder, a cell's key"
+        ) from None
+
+
+def _open_cell(folder: Path, device: str) -> Opened:
+    from sweeps.stages import Bench
+
+    cell = Cell.from_dict(json.loads((folder / "cell.json").read_text())["cell"])
+    bench = Bench(device)
+    model = bench.trained(cell, folder)
+    return Opened(model, bench.tokenizer, models.resolve(cell.base), cell.recipe, cell)
+
+
+def card_of(opened: Opened) -> tuple[str, dict[str, Any]]:
+    """Model card and training facts of a cell, with its scores beside its base model's when the store has them."""
+    from linear_core.export import model_card
+
+    cell = opened.cell
+    if cell is None or opened.base is None:
+        return "", {}
+    training = [f"{name}: {value}" for name, value in (cell.train.to_dict() if cell.train else {}).items()]
+    scores = _scores_table(cell)
+    card = model_card(opened.base, cell.recipe, training=[*training, f"seed: {cell.seed}"], scores=scores)
+    return card, {"train_key": cell.train_key}
+
+
+def _scores_table(cell: Cell) -> str:
+    """Markdown rows: task, metric, base, this model. "" when the store has no score of this cell."""
+    from sweeps import queries
+    from sweeps.store import Store
+
+    store = Store()
+    base_key = cell.base_of().train_key
+    found = queries.scores_of(store, [base_key, cell.train_key])
+    values = {(key, s.task.label, s.metric): s.value for key, _, s in found if s.value is not None}
+    own = [(task, metric) for key, task, metric in values if key == cell.train_key]
+    if not own:
+        return ""
+    rows = ["| task | metric | base | this model |", "|---|---|--:|--:|"]
+    for task, metric in own:
+        before = values.get((base_key, task, metric))
+        shown = "–" if before is None else f"{before:.4g}"
+        rows.append(f"| {task} | {metric} | {shown} | {values[cell.train_key, task, metric]:.4g} |")
+    return "\n".join(rows)
