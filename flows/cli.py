@@ -20,6 +20,7 @@ def run(
     grid: str = typer.Argument("ablation", help="which grid: golinear grids lists them"),
     gpus: int = typer.Option(None, help="GPUs of a cell; default: one where there is one"),
     workers: int = typer.Option(None, help="cells at work at a time; default: one a GPU, or one"),
+    checkpoint_minutes: float = typer.Option(None, help="between checkpoints; default: 2, on a CPU 0.25"),
     max_gpu_hours: float = typer.Option(None, help="refuse what would take more"),
     fail_fast: bool = typer.Option(False, "--fail-fast", help="start no further cell after a failure"),
     **request: Any,
@@ -32,9 +33,13 @@ def run(
     os.environ.update(services.environment(services.urls().get("prefect", "")))
     from flows.sweep import sweep
 
-    state = sweep(
-        grid, **request, gpus=gpus, workers=workers, max_gpu_hours=max_gpu_hours, fail_fast=fail_fast, return_state=True
-    )
+    limits = {
+        "gpus": gpus,
+        "workers": workers,
+        "checkpoint_minutes": checkpoint_minutes,
+        "max_gpu_hours": max_gpu_hours,
+    }
+    state = sweep(grid, **request, **limits, fail_fast=fail_fast, return_state=True)
     if not state.is_completed():
         raise Refused(state.message)
     console.print(state.message, highlight=False)

@@ -159,8 +159,8 @@ class Runner:
             with holding(self.store, claim) as lost:
                 failed = self._stages(slot, item, claim, run_id, lost)
             self.tracker.log_files(run_id, self.store.folder(claim), FILES)
-            if self.stop.is_set() and failed is None:
-                raise StageFailed("preempted", "the flow was asked to stop")
+            if failed is None:
+                raise StageFailed("preempted", "it was stopped: the flow ends, or its claim is lost")
             if failed:
                 raise StageFailed("error", "; ".join(f"{task}: {reason}" for task, reason in failed.items()))
             self.store.finish(claim)
@@ -208,7 +208,10 @@ class Runner:
                 queries.measure(self.store, throughput_name(self.machine, cell), float(rate))
         if halt.is_set():
             return None
-        scores, failed = stage("evaluate", item.tasks, item.train)
+        measured = stage("evaluate", item.tasks, item.train)
+        if measured is None:
+            return None
+        scores, failed = measured
         self.tracker.log_scores(run_id, scores)
         progress.scored(scores)
         if not slot.call("settle"):

@@ -14,7 +14,7 @@ from sweeps.retries import cause_of
 from sweeps.store import Store
 
 POLL_SECONDS = 1.0
-STOP_SECONDS = 60.0  # for a stage that was asked to stop, until its process is ended
+STOP_SECONDS = 20.0  # for a stage that was asked to stop, until its process is ended
 
 
 class StageFailed(Exception):

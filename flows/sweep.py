@@ -22,7 +22,7 @@ from sweeps import queries, render, services, tables
 from sweeps.cell import Placement, key_of
 from sweeps.cost import Machine
 from sweeps.plan import Plan, make_plan
-from sweeps.request import build
+from sweeps.request import HELP, build
 from sweeps.store import Store
 from sweeps.sweep import Sweep, pin
 from sweeps.tracking import Tracker, prepare
@@ -54,16 +54,18 @@ def sweep(
     name: str | None = None,
     gpus: int | None = None,
     workers: int | None = None,
+    checkpoint_minutes: float | None = None,
     max_gpu_hours: float | None = None,
     fail_fast: bool = False,
 ) -> State:
     """Run a sweep. ``sweeps.request.HELP`` says what the parameters mean; None is the grid's default.
 
     gpus: of one cell; default one where there is one. workers: cells at work at a time; default one a GPU, or one.
+    checkpoint_minutes: between checkpoints; default 2, on a CPU a quarter of a minute.
     COMPLETED only if every cell is done; otherwise FAILED, naming the cells, while the others keep their scores.
     Raises ValueError, before anything starts, for whatever is not allowed.
     """
-    given = {k: v for k, v in locals().items() if k not in ("grid", "gpus", "workers", "max_gpu_hours", "fail_fast")}
+    given = {name: value for name, value in locals().items() if name in HELP}
     clock = Clock()
     say = get_run_logger().info
     with ExitStack() as stack:
@@ -74,7 +76,9 @@ def sweep(
             say("MLflow run %s of a process that died: KILLED", orphan)
         capacity = stack.enter_context(cluster()) if os.environ.get("RAY_ADDRESS") else None
         machine = _machine(capacity)
-        placement = Placement(num_gpus=min(1, machine.num_gpus) if gpus is None else gpus, source=spec.source)
+        per_cell = min(1, machine.num_gpus) if gpus is None else gpus
+        minutes = checkpoint_minutes or (2.0 if per_cell else 0.25)
+        placement = Placement(num_gpus=per_cell, source=spec.source, checkpoint_minutes=minutes)
         check_feasible(placement.num_gpus, machine.num_gpus)
         plan = make_plan(spec, store, machine, placement, max_gpu_hours=max_gpu_hours)
         _show_plan(plan, say)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import logging
 import threading
 from collections.abc import Sequence
@@ -16,11 +17,16 @@ from typing import Any
 import ray
 
 from linear_core.evaluate.scores import Score, TaskSpec
+from linear_core.outcome import Interrupted
 from sweeps import stages
 from sweeps.cell import Cell, Placement
 from sweeps.store import Claim, Store
 
 MEMORY_SLACK = 64 * 2**20  # bytes that may stay allocated after a cell; more means a fresh process
+
+
+class _Stopped(Exception):
+    """The evaluation was asked to stop between two tasks."""
 
 
 class Worker:
@@ -33,6 +39,7 @@ class Worker:
         self.stopping = threading.Event()
         self._lock = threading.Lock()
         self._progress: dict[str, Any] = {}
+        self._folder = Path()
         self._allocated: int | None = None  # bytes on the GPU after the base model was loaded
 
     def convert(self, cell: Cell, claim: Claim) -> dict[str, Any]:
@@ -53,29 +60,37 @@ class Worker:
         placement = dataclasses.replace(self.placement, micro_batch=micro_batch)
         with stages.log_tail(folder):
             stages.adopt_checkpoints(_earlier(folder), folder)
-            found = stages.train(
-                cell, folder, self.bench, placement, on_progress=self._on_progress, should_stop=self.stopping.is_set
-            )
-            if self.stopping.is_set():
+            self._folder = folder
+            try:
+                found = stages.train(
+                    cell, folder, self.bench, placement, on_progress=self._on_progress, should_stop=self.stopping.is_set
+                )
+            except Interrupted:
                 return None
             self.store.publish(claim, cell, found)
         return found
 
     def evaluate(
         self, cell: Cell, claim: Claim, tasks: Sequence[tuple[TaskSpec, str]], trained_here: bool
-    ) -> tuple[list[Score], dict[str, str]]:
-        """Measure; each task's scores are stored when it ends. Returns them, and why each task that failed did."""
+    ) -> tuple[list[Score], dict[str, str]] | None:
+        """Measure; each task's scores are stored when it ends. Returns them, and why each task that failed did.
+
+        None when it was stopped between two tasks.
+        """
         self._begin("evaluate")
         keys = dict(tasks)
         folder = self.store.folder(claim)
         source = folder if trained_here or cell.is_base else self.store.published_folder(cell.train_key)
         with stages.log_tail(folder):
             self._load(cell)
-            scores, failed = stages.evaluate(
-                cell, source, self.bench, list(keys),
-                on_score=lambda task, found: self.store.put_scores(claim, keys[task], found),
-                on_progress=self._on_progress,
-            )  # fmt: skip
+            try:
+                scores, failed = stages.evaluate(
+                    cell, source, self.bench, list(keys),
+                    on_score=lambda task, found: self.store.put_scores(claim, keys[task], found),
+                    on_progress=self._on_progress,
+                )  # fmt: skip
+            except _Stopped:
+                return None
         return scores, {label: f"{type(error).__name__}: {error}" for label, error in failed.items()}
 
     def settle(self) -> bool:
@@ -100,6 +115,8 @@ class Worker:
         """What the running stage said last, and ``rows``: the training curve since the last call."""
         with self._lock:
             said, self._progress = self._progress, {**self._progress, "rows": []}
+        if said.get("stage") == "train" and said["rows"]:
+            said = {**said, "checkpoint_tokens": _saved_tokens(self._folder)}
         return said
 
     @ray.method(concurrency_group="control")
@@ -111,6 +128,8 @@ class Worker:
         self._progress = {"stage": stage, "rows": []}
 
     def _on_progress(self, said: dict[str, Any]) -> None:
+        if self.stopping.is_set() and said["stage"] == "evaluate":
+            raise _Stopped
         with self._lock:
             rows = [*self._progress.get("rows", []), *([said] if "tokens_seen" in said else [])]
             self._progress = {**said, "rows": rows}
@@ -124,6 +143,15 @@ class Worker:
             import torch
 
             self._allocated = torch.cuda.memory_allocated()
+
+
+def _saved_tokens(folder: Path) -> int:
+    """Tokens seen in the newest checkpoint; 0 without one."""
+    newest = max((folder / "checkpoints").glob("step-*/state.json"), default=None)
+    try:
+        return json.loads(newest.read_text())["tokens_seen"] if newest else 0
+    except OSError:  # replaced by a newer one a moment ago
+        return 0
 
 
 def _earlier(folder: Path) -> list[Path]:

@@ -36,6 +36,7 @@ class Placement:
     num_cpus: int = 1
     device: str = ""  # "" → cuda when num_gpus > 0, else cpu
     micro_batch: int | None = None  # sequences in one forward; None: the whole batch
+    checkpoint_minutes: float = 2.0  # at most this much work is lost when a process dies
     source: str = "auto"  # where the training text is read from (linear_core.data); its *content* is Cell.data
 
     def __post_init__(self) -> None:

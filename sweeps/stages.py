@@ -122,7 +122,7 @@ def train(
     tokens = data.open_tokens(placement.source, bench.tokenizer, base=cell.base, device=bench.device)
     result = trainer.train(
         model, cell.train, tokens, folder=folder, seed=cell.seed, on_progress=on_progress, should_stop=should_stop,
-        micro_batch=placement.micro_batch,
+        micro_batch=placement.micro_batch, checkpoint_minutes=placement.checkpoint_minutes,
     )  # fmt: skip
     bench.train_key = cell.train_key
     found = provenance(bench.device) | {

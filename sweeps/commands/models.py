@@ -157,22 +157,15 @@ def evaluate(
     from rich.table import Table
 
     from linear_core.evaluate.run import check_task, evaluate_task
-    from linear_core.models import load
     from sweeps import parameters
     from sweeps.opening import open_model
 
     specs = parameters.tasks(tasks, limit=limit, lengths=lengths)
     for spec in specs:
         check_task(spec)
-    where = _device(device)
-    opened = open_model(what, device=where)
-    reference = (lambda: load(opened.base, device=where)) if opened.base and opened.recipe else None
+    opened = open_model(what, device=_device(device))
     size = int(batch_size) if batch_size.isdigit() else batch_size
-    found = [
-        score
-        for spec in specs
-        for score in evaluate_task(opened.model, opened.tokenizer, spec, base=reference, batch_size=size)
-    ]
+    found = [score for spec in specs for score in evaluate_task(opened.model, opened.tokenizer, spec, batch_size=size)]
     if json:
         console.print_json(data=[{**score.to_dict(), "details": {}} for score in found])
         return

@@ -26,7 +26,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Tiny model, texts and an environment that points at them; for this process and all that it starts."""
     root = tmp_path_factory.mktemp("world")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("GOLINEAR_DATABASE_URL", "GOLINEAR_BLOBS", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "PREFECT_API_URL"):
+        for name in (
+            "GOLINEAR_DATABASE_URL",
+            "GOLINEAR_BLOBS",
+            "MLFLOW_TRACKING_URI",
+            "RAY_ADDRESS",
+            "PREFECT_API_URL",
+        ):
             patch.delenv(name, raising=False)
         patch.setenv("GOLINEAR_HOME", str(root / "home"))
         patch.setenv("GOLINEAR_CACHE", str(root / "cache"))

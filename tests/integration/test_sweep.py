@@ -14,9 +14,9 @@ import pytest
 import sqlalchemy as sa
 
 from sweeps import queries, schema, tables
-from sweeps.grids import pin
 from sweeps.request import build
 from sweeps.store import Store
+from sweeps.sweep import pin
 from sweeps.tracking import prepare
 
 pytestmark = [pytest.mark.usefixtures("prefect_server", "ray_here"), pytest.mark.timeout(300)]
@@ -82,7 +82,11 @@ def test_two_cells_end_to_end_and_again(world):
 
     key = cells("two")["gdn 4+2"].key
     queries.forget(store, key)
-    assert {name: item.action for name, item in cells("two").items()} == {"base": "skip", "gla 4+0": "skip", "gdn 4+2": "run"}
+    assert {name: item.action for name, item in cells("two").items()} == {
+        "base": "skip",
+        "gla 4+0": "skip",
+        "gdn 4+2": "run",
+    }
     assert run(**request(world, "two")).is_completed()
     assert len(runs("two")["gdn"]) == 2 and len(runs("two")["gla"]) == 1
 
@@ -110,7 +114,7 @@ def test_a_failing_cell_is_named_and_the_others_keep_their_scores(world):
 
 
 def test_a_killed_flow_goes_on_from_its_checkpoint(world):
-    asked = request(world, "killed", recipes="gdn 4+2", tokens=8192, seeds=3)
+    asked = request(world, "killed", recipes="gdn 4+2", tokens=8192, seeds=3, checkpoint_minutes=0.01)
     options = [f"--{key.replace('_', '-')}={value}" for key, value in asked.items()]
     command = [sys.executable, "-c", "from flows.cli import main; main()", "run", "ablation", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
