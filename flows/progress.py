@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from linear_core.evaluate.scores import Score
+from sweeps.commands.console import LINE_SECONDS, line
 from sweeps.store import Claim, Store
 from sweeps.tracking import Tracker
 
-LINE_SECONDS = 10.0
 Say = Callable[[str], None]
 
 
@@ -38,7 +38,7 @@ class Progress:
         training = provenance.get("training", {})
         facts = {name: provenance.get(name) for name in ("new_parameters", "hardware", "commit")}
         self.tracker.log_params(self.run_id, {name: value for name, value in facts.items() if value is not None})
-        loss = training.get("loss") or training.get("final_loss")
+        loss = training.get("loss")
         shown = "" if loss is None else f", loss {loss:.3f}"
         self.say(f"{self.label}: trained in {provenance['train_seconds']:.1f} s{shown}")
 
@@ -46,12 +46,3 @@ class Progress:
         """What came out, in a line."""
         shown = [f"{s.task.label} {s.metric} {s.value:.4g}" for s in scores if s.value is not None]
         self.say(f"{self.label}: {', '.join(shown) or 'nothing could be measured'}")
-
-
-def line(said: dict[str, Any]) -> str:
-    """``train 2,048/4,096 tokens, loss 3.214, 350 tokens/s``: counts first, then every number that came with them."""
-    counts = f"{said.get('stage', '')} {said['done']:,}/{said['total']:,} {said.get('unit', '')}".strip()
-    extra = [f"{said['task']}"] if "task" in said else []
-    extra += [f"loss {said['loss']:.3f}"] if "loss" in said else []
-    extra += [f"{said['tokens_per_second']:,.0f} tokens/s"] if said.get("tokens_per_second") else []
-    return ", ".join([counts, *extra])

@@ -1,4 +1,4 @@
-"""golinear inspect, convert, export, generate, evaluate, train, bench: one model, outside any sweep."""
+"""golinear inspect, train, evaluate, convert, export, generate, bench: one model, outside any sweep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MERGE = typer.Option("", help="sum, shared, mass; default: the mechanism's own")
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (inspect, convert, export, generate, evaluate):
+    for command in (inspect, train, evaluate, convert, export, generate):
         app.command()(command)
     passed_on = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
     app.command(context_settings=passed_on)(bench)
@@ -142,6 +142,48 @@ def generate(
     size = getattr(cache, "nbytes", None)
     shown = "" if size is None else f", cache {size / 2**20:.2f} MiB after {made.sequences.shape[1]:,} tokens"
     say(f"{new / (time.perf_counter() - started):.1f} tokens/s{shown}")
+
+
+def train(
+    what: str = WHAT,
+    out: Path = OUT,
+    recipe: str = typer.Option("gdn 56+8", help="mechanism [budget] [adaptation] [merge], e.g. 'gdn 56+8 conv mass'"),
+    tokens: str = typer.Option("10.24M", help="training tokens"),
+    sequence_length: int = typer.Option(4096, help="tokens of a sequence"),
+    batch_size: int = typer.Option(1, help="sequences of an optimiser step"),
+    learning_rate: float = typer.Option(0.0, help="0: the paper's (2e-3, with LoRA 5e-4)"),
+    warmup_steps: int = typer.Option(100, help="optimiser steps of linear warm-up"),
+    objective: str = typer.Option("ce", help="ce, kl, layerwise, or a chain such as layerwise:1M,ce:9M"),
+    data: str = typer.Option("auto", help="training text: auto, local:PATH, hub:NAME, self"),
+    seed: int = typer.Option(1, help="of start values and the order of the text"),
+    micro_batch: int = typer.Option(None, help="sequences in one forward; default: the whole batch"),
+    device: str = DEVICE,
+) -> None:
+    """Linearize and train one model outside any sweep; run again, it goes on from the folder's last checkpoint."""
+    from linear_core.train import train_command
+
+    from linear_core.settings import TrainSettings
+    from sweeps import parameters
+    from sweeps.commands.console import progress_bar
+
+    settings = TrainSettings(
+        tokens=parameters.tokens(tokens),
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        warmup_steps=warmup_steps,
+        objective=objective,
+    )
+    with progress_bar() as on_progress:
+        result = train_command(
+            what, recipe, out, settings=settings, data=data, seed=seed, device=device, micro_batch=micro_batch,
+            on_progress=on_progress,
+        )  # fmt: skip
+    loss = "" if result.loss is None else f", loss {result.loss:.3f}"
+    console.print(
+        f"{result.tokens_seen:,} tokens in {result.seconds:.0f} s ({result.tokens_per_second:,.0f} tokens/s){loss}; {out}",
+        highlight=False,
+    )
 
 
 def evaluate(

@@ -101,7 +101,7 @@ def test_a_failing_cell_is_named_and_the_others_keep_their_scores(world):
     assert state.is_failed()
     assert "1 of 3 cells" in state.message and "gla 4+0" in state.message
     items = cells("failing")
-    assert items["gdn 4+2"].action == "skip" and items["base"].action == "skip" and items["gla 4+0"].action == "run"
+    assert items["gdn 4+2"].action == "skip" and items["base"].action == "skip" and items["gla 4+0"].action == "resume"
     failure = queries.failures(store, broken.train_key)[0]
     assert failure.cause == "error" and "in save_new_parameters" in failure.traceback and failure.log_tail
     failed = runs("failing")["gla"][0]
