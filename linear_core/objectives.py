@@ -68,7 +68,7 @@ class CrossEntropy:
     def backward(self, models: Sequence[Any], part: Sequences) -> list[Tensor]:
         losses = []
         for model in models:
-            hidden = last_hidden(model, part)
+            hidden = last_hidden(model, part.input_ids, part.document_ids)
             loss = cross_entropy_sum(hidden, model.lm_head.weight, part.labels) / part.num_targets
             loss.backward()
             losses.append(loss.detach())
@@ -83,10 +83,10 @@ class KullbackLeibler:
 
     def backward(self, models: Sequence[Any], part: Sequences) -> list[Tensor]:
         with torch.no_grad(), base_attention(models[0]):
-            target = last_hidden(models[0], part, paths="base")
+            target = last_hidden(models[0], part.input_ids, part.document_ids, paths="base")
         losses = []
         for model in models:
-            hidden = last_hidden(model, part)
+            hidden = last_hidden(model, part.input_ids, part.document_ids)
             loss = kl_sum(hidden, target, model.lm_head.weight, part.labels != IGNORE) / part.num_targets
             loss.backward()
             losses.append(loss.detach())
@@ -101,14 +101,14 @@ def make_objective(name: str) -> Objective:
     return kinds[name]()
 
 
-def last_hidden(model: Any, part: Sequences, **arguments: Any) -> Tensor:
-    """What the model's head reads: [B, T, C] after the final norm. No [N, V] logits are made."""
+def last_hidden(model: Any, input_ids: Tensor | None, document_ids: Tensor | None = None, **arguments: Any) -> Tensor:
+    """What the model's head reads, [B, T, C] after the final norm; no [N, V] logits are made. arguments: the model's."""
     found: list[Tensor] = []
-    if part.document_ids is not None:
-        arguments["document_ids"] = part.document_ids
+    if document_ids is not None:
+        arguments["document_ids"] = document_ids
     handle = model.model.norm.register_forward_hook(lambda _module, _inputs, output: found.append(output))
     try:
-        model(input_ids=part.input_ids, use_cache=False, logits_to_keep=1, **arguments)
+        model(input_ids=input_ids, use_cache=False, logits_to_keep=1, **arguments)
     finally:
         handle.remove()
     return found[0]

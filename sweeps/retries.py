@@ -19,12 +19,14 @@ PERMANENT = ("nonfinite",)
 
 
 def cause_of(error: BaseException) -> str:
-    """The cause an exception of a stage stands for: oom, nonfinite, config or error."""
+    """The cause an exception of a stage stands for: oom, nonfinite, preempted, config or error."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
     if kinds & {"OutOfMemoryError", "MemoryError"} or "out of memory" in str(error).lower():
         return "oom"
     if kinds & {"FloatingPointError", "NonFiniteError"}:
         return "nonfinite"
+    if "Interrupted" in kinds:  # linear_core.train: told to stop, saved
+        return "preempted"
     return "config" if isinstance(error, ValueError) else "error"
 
 

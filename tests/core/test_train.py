@@ -2,6 +2,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import pickle
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from linear_core.layerwise import twins
 from linear_core.recipe import Recipe
 from linear_core.settings import TrainSettings
 from linear_core.train import Interrupted, NonFiniteError, train, train_cells
+from sweeps.retries import cause_of
 from tests.core import running, tiny
 from tests.core.running import SETTINGS
 
@@ -119,7 +121,8 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(tmp_path):
         train(
             model, SETTINGS, running.tokens(tmp_path), folder=tmp_path, seed=1, on_progress=poison, checkpoint_minutes=0
         )
-    assert e.value.step == 5 and e.value.last_checkpoint.exists()
+    assert e.value.step == 5 and e.value.last_checkpoint.exists() and cause_of(e.value) == "nonfinite"
+    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)  # Ray sends it
     assert [row["step"] for row in curve(tmp_path)] == [0, 1, 2, 3, 4]
     for name, parameter in new_parameters(model).items():
         assert torch.equal(parameter.nan_to_num(7), after_step_4[name].nan_to_num(7))
@@ -180,6 +183,7 @@ def test_told_to_stop_it_saves_and_goes_on_as_if_nothing_had_been(tmp_path):
 
     with pytest.raises(Interrupted) as e:
         train(running.model(), SETTINGS, data, folder=tmp_path / "cut", seed=1, micro_batch=1, should_stop=should_stop)
+    assert cause_of(e.value) == "preempted" and str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
     assert e.value.step == 6 and e.value.saved.name == "step-00000006"
     result = train(running.model(), SETTINGS, data, folder=tmp_path / "cut", seed=1, micro_batch=1)
     assert result.resumed_from == 6 and result.steps == 12

@@ -1,0 +1,167 @@
+"""Training speed of a linearized model against the frozen base with full attention and the measured matmul ceiling.
+
+    golinear bench train --model llama3.1-8b --recipe "gdn 56+8" --sequence-length 4096
+    golinear bench train --model smollm2-135m --recipe "gdn 56+8,gla 56+8,none 56+8 lora" --objective layerwise
+    golinear bench train --tiny                        a dry run on the CPU, seconds
+
+Random weights, made in the training precision on the device; random tokens. All rows are measured in one process, with the
+same loss: ``full attention`` is the base with every parameter frozen, forward and the backward pass of its activations;
+several recipes are trained together as ``linear_core.train.train_cells`` does, and their tokens are counted per cell.
+The limit is the ceiling over 4 FLOP per multiplied parameter (forward and activation backward; the embedding is
+only looked up): attention itself and elementwise work are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linear_core.bench.report import show
+from linear_core.convert import convert, new_parameters
+from linear_core.data import IGNORE
+from linear_core.layerwise import twins
+from linear_core.models import Shape, build, resolve
+from linear_core.objectives import Sequences, cross_entropy_sum, last_hidden, make_objective
+from linear_core.optim import NewParameterOptimizer
+from linear_core.recipe import Recipe
+from linear_core.settings import OBJECTIVES, TrainSettings
+from linear_core.step import Trainee, train_step
+
+TINY = Shape(
+    family="llama", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=512, tied=False,
+    max_positions=4096, rope_theta=1e4, rms_eps=1e-5,
+)  # fmt: skip
+GIB = 1 << 30
+
+
+def run(
+    shape: Shape,
+    recipes: Sequence[Recipe],
+    *,
+    device: str,
+    lengths: Sequence[int],
+    batch_size: int = 1,
+    objective: str = "ce",
+    steps: int = 10,
+    ceiling_size: int = 8192,
+) -> Iterator[dict[str, Any]]:
+    """One row each: full attention at every length, then the recipes at every length.
+
+    Rows: what, sequence_length, ms_per_step (median), tokens_per_second, of_limit (share of the limit by the ceiling),
+    times_full (ratio to full attention's tokens per second), peak_gib (CUDA), seconds_to_first_step (with compiling).
+    """
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    ceiling = matmul_ceiling(device, dtype, ceiling_size)
+    limit = ceiling / (4 * (shape.layers * shape.layer_parameters + shape.vocab * shape.hidden))
+    yield {"what": f"limit by {ceiling / 1e12:.2f} TFLOP/s", "tokens_per_second": limit, "of_limit": 1.0}
+    model = build(shape, device=device, dtype=dtype)
+    full: dict[int, float] = {}
+    for length in lengths:
+        batch = random_batch(shape, batch_size, length, device)
+        row = measure("full attention", lambda: full_attention_step(model, batch), batch, 1, device, steps)  # noqa: B023
+        full[length] = row["tokens_per_second"]
+        yield {**row, "of_limit": full[length] / limit, "times_full": 1.0}
+    settings = TrainSettings(tokens=10**9, sequence_length=lengths[0])
+    models = [convert(m, recipe) for m, recipe in zip([model, *twins(model, len(recipes) - 1)], recipes)]
+    trainees = [Trainee(m, NewParameterOptimizer(new_parameters(m), settings, 1e-4)) for m in models]
+    for trainee in trainees:
+        trainee.optimizer.set_rate(settings.warmup_steps)
+    for length in lengths:
+        batch, chosen = random_batch(shape, batch_size, length, device), make_objective(objective)
+        chosen.prepare(models, batch, batch_size)
+        name = f"{', '.join(r.name for r in recipes)} ({objective})"
+        step = lambda: train_step(trainees, chosen, batch, batch_size)  # noqa: B023, E731
+        row = measure(name, step, batch, len(trainees), device, steps)
+        rate = row["tokens_per_second"]
+        yield {**row, "of_limit": rate / limit, "times_full": rate / full[length]}
+
+
+def full_attention_step(model: Any, batch: Sequences) -> Tensor:
+    """Forward and activation backward of a frozen model under the training loss. Returns the loss."""
+    inputs = model.get_input_embeddings()(batch.input_ids).requires_grad_()
+    hidden = last_hidden(model, None, inputs_embeds=inputs)
+    loss = cross_entropy_sum(hidden, model.lm_head.weight, batch.labels) / batch.num_targets
+    loss.backward()
+    return loss.detach()
+
+
+def measure(
+    what: str, step: Callable[[], Tensor], batch: Sequences, cells: int, device: str, steps: int
+) -> dict[str, Any]:
+    """Time a step: the first one, two to warm up, then the median of ``steps``."""
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps + 3):
+        started = time.perf_counter()
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    seconds = statistics.median(times[3:])
+    return {
+        "what": what,
+        "sequence_length": batch.labels.shape[1],
+        "batch_size": batch.labels.shape[0],
+        "ms_per_step": 1000 * seconds,
+        "tokens_per_second": cells * batch.num_tokens / seconds,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
+        "seconds_to_first_step": times[0],
+    }
+
+
+def matmul_ceiling(device: str, dtype: torch.dtype, size: int) -> float:
+    """FLOP per second of a square matrix product in the training precision, the best of ten."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(12):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+def random_batch(shape: Shape, batch_size: int, length: int, device: str) -> Sequences:
+    """Tokens drawn from a fixed seed."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, shape.vocab, (batch_size, length), generator=generator)
+    labels = torch.cat([ids[:, 1:], torch.full((batch_size, 1), IGNORE)], dim=1)
+    return Sequences(ids.to(device), labels.to(device), None, batch_size * (length - 1), batch_size * length)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and show."""
+    parser = argparse.ArgumentParser(prog="golinear bench train", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m", help="whose shape")
+    parser.add_argument("--recipe", default="gdn 56+8", help="one, or several separated by commas to train together")
+    parser.add_argument("--sequence-length", default="4096", help="comma-separated numbers of tokens")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--objective", default="ce", choices=OBJECTIVES)
+    parser.add_argument("--steps", type=int, default=10, help="timed steps; the median counts")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="a dry run: a tiny shape, 128 tokens, three steps")
+    parser.add_argument("--output", help="write the rows as JSON")
+    options = parser.parse_args(argv)
+    shape = TINY if options.tiny else resolve(options.model).shape
+    lengths = [128] if options.tiny else [int(n) for n in options.sequence_length.split(",")]
+    rows = run(
+        shape, [Recipe.parse(text) for text in options.recipe.split(",")], device=options.device, lengths=lengths,
+        batch_size=options.batch_size, objective=options.objective, steps=3 if options.tiny else options.steps,
+        ceiling_size=256 if options.tiny else 8192,
+    )  # fmt: skip
+    name = "a tiny model" if options.tiny else options.model
+    show(f"training {name} on {options.device}", list(rows), device=options.device, output=options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,28 @@
+import json
+
+import torch
+
+from linear_core.bench import training
+from linear_core.models import build
+
+
+def test_a_dry_run_shows_every_row(tmp_path, capsys):
+    """Several recipes together, one table, the same rows as JSON with the command and versions."""
+    output = tmp_path / "bench.json"
+    arguments = ["--tiny", "--recipe", "gdn 6+2,gla 6+2", "--objective", "layerwise", "--output", str(output)]
+    assert training.main([*arguments, "--device", "cpu"]) == 0
+    found = json.loads(output.read_text())
+    limit, full, ours = found["rows"]
+    assert "TFLOP/s" in limit["what"] and full["times_full"] == 1.0 and found["versions"]["torch"]
+    assert ours["what"] == "gdn 6+2, gla 6+2 (layerwise)" and ours["tokens_per_second"] > 0
+    assert ours["times_full"] == ours["tokens_per_second"] / full["tokens_per_second"]
+    assert "full attention" in capsys.readouterr().out
+
+
+def test_full_attention_has_the_loss_of_training():
+    """Both sides of the comparison do the same loss; the base's step reaches the embeddings and no parameter."""
+    model = build(training.TINY, device="cpu")
+    batch = training.random_batch(training.TINY, 2, 32, "cpu")
+    loss = training.full_attention_step(model, batch)
+    torch.testing.assert_close(loss, model(input_ids=batch.input_ids, labels=batch.input_ids).loss)
+    assert all(p.grad is None for p in model.parameters())
