@@ -41,7 +41,7 @@ class NewParameterOptimizer:
         self.failed = torch.zeros((), device=device)
         self._adam = torch.optim.AdamW(
             self.parameters.values(), lr=self.rate, betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay, fused=True,
+            weight_decay=settings.weight_decay, fused=True, capturable=device.type == "cuda",
         )  # fmt: skip
         self._adam.grad_scale, self._adam.found_inf = None, self.failed  # type: ignore[attr-defined]
         for p in self.parameters.values():

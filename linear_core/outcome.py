@@ -24,7 +24,7 @@ class NonFiniteError(FloatingPointError):
         return type(self), (self.step, self.where, self.last_checkpoint)
 
 
-class Interrupted(Exception):
+class Interrupted(RuntimeError):
     """The run was told to stop (SIGTERM or ``should_stop``). step: steps done; saved: the checkpoint they are in, or None."""
 
     def __init__(self, step: int, saved: Path | None) -> None:

@@ -216,23 +216,28 @@ def _digest(path: Path, size: int, modified: int) -> str:
     return digest.hexdigest()
 
 
-@functools.cache
 def _hub_revision(name: str) -> str:
-    """The data set's commit, 40 hex: the hub's within HUB_TIMEOUT seconds, else the last one used on this machine."""
+    """The data set's commit: the hub's, else the last one used on this machine."""
+    revision, reason = _ask_hub(name)
+    remembered = models.cache_folder() / "hub_revisions" / name.replace("/", "--")
+    if revision:
+        remembered.parent.mkdir(parents=True, exist_ok=True)
+        remembered.write_text(revision)
+        return revision
+    if remembered.exists():
+        return remembered.read_text().strip()
+    raise ValueError(f"hub data set {name!r} cannot be had ({reason}); else local:PATH or self")
+
+
+@functools.cache
+def _ask_hub(name: str) -> tuple[str, str]:
+    """(commit, "") or ("", why not), within HUB_TIMEOUT seconds; asked once a process, whatever the answer."""
     from huggingface_hub import HfApi
 
-    remembered = models.cache_folder() / "hub_revisions" / name.replace("/", "--")
     try:
-        revision = HfApi().dataset_info(name, timeout=HUB_TIMEOUT).sha
-    except Exception as error:
-        if remembered.exists():
-            return remembered.read_text().strip()
-        raise ValueError(f"hub data set {name!r} cannot be had ({_reason(error)}); else local:PATH or self") from error
-    if not revision:
-        raise ValueError(f"hub data set {name!r} has no commit")
-    remembered.parent.mkdir(parents=True, exist_ok=True)
-    remembered.write_text(revision)
-    return revision
+        return HfApi().dataset_info(name, timeout=HUB_TIMEOUT).sha or "", "it has no commit"
+    except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; all mean "not now"
+        return "", _reason(error)
 
 
 def _hub_rows(source: Source, skip: int) -> Iterator[str]:
