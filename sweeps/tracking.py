@@ -38,6 +38,8 @@ def prepare(experiment: str, *, uri: str | None = None) -> Tracker:
         database = Path(uri.removeprefix("sqlite:///"))
         database.parent.mkdir(parents=True, exist_ok=True)
         location = (home() / "mlflow-artifacts").as_uri()
+    elif uri.startswith("http"):
+        _check_server(uri)
     client = mlflow.MlflowClient(tracking_uri=uri)
     try:
         found = client.get_experiment_by_name(experiment)
@@ -52,6 +54,16 @@ def prepare(experiment: str, *, uri: str | None = None) -> Tracker:
     except MlflowException as error:
         raise ValueError(f"MLflow at {uri} cannot be used: {error}") from error
     return Tracker(uri, experiment_id)
+
+
+def _check_server(uri: str) -> None:
+    """Asked before MLflow is, which tries for minutes. Raises ValueError when nothing healthy answers within seconds."""
+    import httpx
+
+    try:
+        httpx.get(f"{uri.rstrip('/')}/health", timeout=5).raise_for_status()
+    except httpx.HTTPError as error:
+        raise ValueError(f"MLflow at {uri} cannot be used: {error}") from error
 
 
 class Tracker:
