@@ -180,16 +180,20 @@ def _is_fatal(error: BaseException) -> bool:
 
 
 def adopt_checkpoints(earlier: Iterable[Path], folder: Path) -> bool:
-    """Copy checkpoints and curve of the newest earlier attempt that has any, so that training goes on from there.
+    """Copy the newest checkpoint of a cell's earlier attempts, and its curve, so that training goes on from there.
 
-    The earlier folder is left alone: its process may not be dead yet. True when something was found.
+    The earlier folders are left alone: their processes may not be dead yet. True when something was found.
     """
-    for source in earlier:
-        if source != folder and any((source / "checkpoints").glob("*")):
-            shutil.copytree(source / "checkpoints", folder / "checkpoints", dirs_exist_ok=True)
-            if (source / "curve.jsonl").exists():
-                shutil.copy2(source / "curve.jsonl", folder / "curve.jsonl")
+    steps = [step for attempt in earlier if attempt != folder for step in (attempt / "checkpoints").glob("step-*")]
+    for step in sorted(steps, key=lambda path: path.name, reverse=True):
+        try:
+            shutil.copytree(step, folder / "checkpoints" / step.name, dirs_exist_ok=True)
+            if (step.parent.parent / "curve.jsonl").exists():
+                shutil.copy2(step.parent.parent / "curve.jsonl", folder)
             return True
+        except (OSError, shutil.Error) as error:  # dropped by its writer meanwhile
+            log.info("checkpoint %s could not be copied: %s", step, error)
+            shutil.rmtree(folder / "checkpoints" / step.name, ignore_errors=True)
     return False
 
 
