@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from linear_core.evaluate.offline import hub_reachable, read_json, read_rows, task_files
 from linear_core.evaluate.scores import TaskSpec
-from linear_core.evaluate.tasks import TASKS
+from linear_core.evaluate.tasks import TASKS, sample_items
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,38 +38,72 @@ def samples(task: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> list[dict[str
     """The first ``task.limit`` samples of the seeded stream that lm-eval's generator makes (all 500 without a limit).
 
     A limit takes the first ones since every sample is drawn independently: a shorter run is a part of a longer one and
-    nothing is made in vain. Seed 0 gives lm-eval's own samples. Raises ValueError when the length is too short.
+    nothing is made in vain (of the QA tasks' questions it takes a seeded sample). Seed 0 gives lm-eval's own samples. Raises ValueError when the length is too short.
     """
     most = min(task.limit or HARNESS_SAMPLES, HARNESS_SAMPLES)
     key = (task.name, task.length, task.seed, most, id(tokenizer), tuple(task_files(TASKS[task.name]) or ()))
     with _lock:  # the generators draw from the global random streams
         if key not in _made:
-            _made[key] = _make(task, tokenizer, most)
+            asked, rows = most, _make(task, tokenizer, most)
+            # it skips samples that come out too long; of questions there are no others
+            while len(rows) < most and asked < HARNESS_SAMPLES and not task.name.startswith("qa"):
+                asked = min(2 * asked, HARNESS_SAMPLES)
+                rows = _make(task, tokenizer, asked)
+            _made[key] = rows[:most]
         return _made[key]
 
 
 def _make(task: TaskSpec, tokenizer: PreTrainedTokenizerBase, most: int) -> list[dict[str, Any]]:
     module_name, function, counter = TASKS[task.name].generator.split(":")
     module = _fresh(module_name)
+    with _seeded(task.seed):
+        _check_room(task, tokenizer, module)
+    module = _fresh(module_name)  # the check has drawn from the first one's stream
     module.get_tokenizer = lambda *args, **kwargs: tokenizer  # type: ignore[attr-defined]
     files = task_files(TASKS[task.name])
     if files and module_name == "qa_utils":
         module.download_json = lambda url: read_json(files[0])  # type: ignore[attr-defined]
     if files and module_name == "niah_utils":
-        original = module.get_haystack  # type: ignore[attr-defined]
+        original = module.get_haystack
         module.get_haystack = lambda type_haystack: (  # type: ignore[attr-defined]
             essay_words(files[0]) if type_haystack == "essay" else original(type_haystack=type_haystack)
         )
     generate: Callable[..., Any] = getattr(module, counter)
 
     def fewer(*args: Any, num_samples: int = HARNESS_SAMPLES, **kwargs: Any) -> Any:
-        available = len(kwargs["qas"]) if "qas" in kwargs else HARNESS_SAMPLES
-        return generate(*args, num_samples=min(num_samples, most, available), **kwargs)
+        if "qas" in kwargs:  # its questions lie in the order of their articles: a limit takes a seeded sample of them
+            usual = {"all": min(HARNESS_SAMPLES, len(kwargs["qas"]))}
+            kwargs["qas"] = [kwargs["qas"][i] for i in sample_items(usual, most, task.seed)["all"]]
+            num_samples = len(kwargs["qas"])
+        return generate(*args, num_samples=min(num_samples, most), **kwargs)
 
     setattr(module, counter, fewer)
     with _seeded(task.seed), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         data = getattr(module, function)(max_seq_lengths=[task.length], tokenizer="given")
     return [dict(row) for row in data["test"]]
+
+
+def _check_room(task: TaskSpec, tokenizer: PreTrainedTokenizerBase, module: ModuleType) -> None:
+    """Two of lm-eval's generators try for ever when their smallest prompt does not fit. Raises ValueError instead."""
+
+    def tokens(text: str) -> int:
+        return len(tokenizer(text)["input_ids"])
+
+    if task.name == "vt":
+        example = tokens(module.generate_input_output(5, 1, 4, is_icl=True)[0])
+        smallest = tokens(module.generate_input_output(10, 1, 4)[0]) + example + 40
+        if example + 40 > 500:  # the generator's own limit for its worked example
+            raise ValueError(
+                f"vt: its worked example takes {example} tokens of this tokenizer, and may take 500 with its answer"
+            )
+    elif task.name == "cwe":
+        smallest = tokens(module.generate_input_output(10, task.length)[1]) + 120
+    else:
+        return
+    if smallest > (task.length or 0):
+        raise ValueError(
+            f"{task.name}: the smallest prompt takes about {smallest} tokens; allowed: a longer length than {task.length}"
+        )
 
 
 def essay_words(path: Path) -> list[str]:

@@ -61,6 +61,8 @@ def evaluate_task(
     started = time.monotonic()
     from linear_core.evaluate.measures import DataError, score_harness, score_windows
 
+    if switches and not hasattr(model, "recipe"):
+        raise ValueError(f"switches {sorted(switches)} need a linearized model, not {type(model).__name__}")
     if device is not None:
         model.to(device)
     try:

@@ -11,7 +11,7 @@ from linear_core.models import REGISTRY, Shape, build, load, load_tokenizer, loc
 
 TINY = Shape(
     family="llama", hidden=48, layers=3, heads=4, kv_heads=2, head_dim=16, intermediate=64, vocab=320, tied=False,
-    max_positions=512, rope_theta=1e4, rms_eps=1e-5,
+    max_positions=8192, rope_theta=1e4, rms_eps=1e-5,
 )  # fmt: skip
 
 
