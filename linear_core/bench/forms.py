@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linear_core.bench.report import show
-from linear_core.kernels import gated_delta_rule, gated_linear_attention
+from linear_core.kernels import gated_delta_rule, gated_linear_attention, low_rank_delta_rule
 
 
 def _linear(q, k, v, log_decay, beta, state, form):
@@ -34,7 +34,21 @@ def _delta(q, k, v, log_decay, beta, state, form):
     return gated_delta_rule(q, k, v, log_decay, beta, state=state, scale=0.5, implementation=form)
 
 
-RULES = {"linear_attention": _linear, "gated_linear_attention": _gated, "gated_delta_rule": _delta}
+def _low_rank(q, k, v, log_decay, beta, state, form):
+    """The gated delta rule from the logits of its decays, by a product with the identity: the form that trains gdn."""
+    logits = log_decay - torch.log((-torch.expm1(log_decay)).clamp(min=1e-6))
+    identity = torch.eye(logits.shape[2] * logits.shape[3], dtype=logits.dtype, device=logits.device)
+    return low_rank_delta_rule(
+        q, k, v, logits.flatten(2), identity, 0 * identity[0], beta, state=state, scale=0.5, implementation=form
+    )
+
+
+RULES = {
+    "linear_attention": _linear,
+    "gated_linear_attention": _gated,
+    "gated_delta_rule": _delta,
+    "low_rank_delta_rule": _low_rank,
+}
 GATES = ("usual", "near 0", "near 1", "both")
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
 # Gradients smaller than this (root mean square, of order 1 elsewhere) are compared absolutely: 0 has no relative error.
@@ -146,9 +160,9 @@ def cases(tiny: bool) -> Iterator[Case]:
 def run(device: str, *, tiny: bool = False, dtypes: Sequence[torch.dtype] = ()) -> list[dict[str, Any]]:
     """Compare every fast form with the token loop. One row a rule, form, dtype and kind of gate: its worst errors."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
-    fast = "fla" if device.startswith("cuda") else "chunked"
+    fast = ("fla", "chunked") if device.startswith("cuda") else ("chunked",)
     for dtype, case in itertools.product(dtypes or (torch.float32, torch.bfloat16), cases(tiny)):
-        for form in (fast, "step") if case.tokens == 1 else (fast,):
+        for form in fast if case.tokens > 1 else (*fast, "step"):
             labels = {"rule": case.rule, "form": form, "dtype": str(dtype).removeprefix("torch."), "gates": case.gates}
             row = rows.setdefault(tuple(labels.values()), labels | {"cases": 0, "too_large": ""})
             row["cases"] += 1

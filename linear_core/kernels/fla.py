@@ -11,35 +11,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 MAX_KEY_SIZE = 256
-# e^-88 is below float32's smallest normal number, so this floor changes no result. It keeps precision: the kernels
-# subtract running sums of log decays, and sums near -1e6 are only exact to 0.06.
-LOWEST_LOG_DECAY = -88.0
+# Up to this many elements of q the forward pass keeps what the backward pass would make again (7 × q's bytes a layer:
+# 235 MB at 4096 tokens, H = 32, D = 128); beyond it memory comes first.
+KEEP_UP_TO = 2**25
 
 
 def gated_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """``chunk_gla``, or ``chunk_simple_gla`` without decay. V is filled to a multiple of 16 (hedgehog's is D + 1)."""
-    _need_cuda(q)
+    need_cuda(q)
     size = v.shape[-1]
     if fill := -size % 16:
         v = F.pad(v, (0, fill))
         state = None if state is None else F.pad(state, (0, fill))
-    q, k, state = q.to(v.dtype), k.to(v.dtype), None if state is None else state.float()
+    common = {"scale": scale, "initial_state": to_float(state), "output_final_state": True}
+    q, k = q.to(v.dtype), k.to(v.dtype)
     if log_decay is None:
-        out, end = _kernel("simple_gla", "chunk_simple_gla")(
-            q, k, v, scale=scale, initial_state=state, output_final_state=True
-        )
+        out, end = kernel("simple_gla", "chunk_simple_gla")(q, k, v, **common)
     else:
-        decay = log_decay.float().clamp(min=LOWEST_LOG_DECAY)
-        out, end = _kernel("gla", "chunk_gla")(
-            q, k, v, decay, scale=scale, initial_state=state, output_final_state=True
-        )
+        out, end = kernel("gla", "chunk_gla")(q, k, v, log_decay.float(), **common)
     return (out[..., :size], end[..., :size]) if fill else (out, end)
 
 
@@ -47,23 +44,57 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """``chunk_kda``. Raises ValueError for K > 256, which its kernels cannot hold."""
-    _need_cuda(q)
+    return _chunk_kda(q, k, v, log_decay.float(), beta, state, scale)
+
+
+def low_rank_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The same with log_decay = logsigmoid(inputs Wᵀ + b) finished inside the kernel.
+
+    The kernel's own gate is −exp(A) · softplus(g + bias), and logsigmoid(x) = −softplus(−x): A = 0, the rest negated.
+    One gate a head is widened in W, not in its products.
+    """
+    heads, size = q.shape[2:]
+    if weight.shape[0] == heads:
+        weight, bias = weight.repeat_interleave(size, dim=0), bias.repeat_interleave(size)
+    raw = F.linear(inputs, -weight).unflatten(-1, (heads, size))
+    gate = {"use_gate_in_kernel": True, "A_log": bias.new_zeros(heads), "dt_bias": -bias}
+    return _chunk_kda(q, k, v, raw, beta, state, scale, **gate)
+
+
+def _chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor | None, scale: float, **options: Any
+) -> tuple[Tensor, Tensor]:
+    need_cuda(q)
     if q.shape[-1] > MAX_KEY_SIZE:
         raise ValueError(
             f"the delta-rule kernel needs K ≤ {MAX_KEY_SIZE}, not {q.shape[-1]} (q {list(q.shape)}); use chunked"
         )
-    return _kernel("kda", "chunk_kda")(
-        q.to(v.dtype), k.to(v.dtype), v, log_decay.float().clamp(min=LOWEST_LOG_DECAY), beta.float(), scale=scale,
-        initial_state=None if state is None else state.float(), output_final_state=True,
+    return kernel("kda", "chunk_kda")(
+        q.to(v.dtype), k.to(v.dtype), v, gate, beta.float(), scale=scale, initial_state=to_float(state),
+        output_final_state=True, disable_recompute=q.numel() <= KEEP_UP_TO, **options,
     )  # fmt: skip
 
 
 @cache
-def _kernel(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def kernel(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """A kernel by name: an import statement would make fla a requirement of exported model folders."""
     return getattr(import_module(f"fla.ops.{module}"), name)
 
 
-def _need_cuda(q: Tensor) -> None:
+def need_cuda(q: Tensor) -> None:
     if not q.is_cuda:
         raise ValueError(f"implementation 'fla' needs CUDA tensors, not {q.device.type}; use 'chunked'")
+
+
+def to_float(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.float()

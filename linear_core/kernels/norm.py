@@ -13,7 +13,7 @@ EPSILON = 1e-6
 
 
 @cache
-def _fused() -> Callable[[Tensor, float], Tensor]:
+def fused() -> Callable[[Tensor, float], Tensor]:
     """fla's kernel, not by an import statement: that would make fla a requirement of exported model folders."""
     return import_module("fla.modules.norm.l2norm").l2norm
 
@@ -21,6 +21,6 @@ def _fused() -> Callable[[Tensor, float], Tensor]:
 def l2_normalise(x: Tensor) -> Tensor:
     """x: [..., D] → the same shape and dtype. One fused Triton pass on CUDA (of at least two tokens), else PyTorch."""
     if x.is_cuda and x.ndim == 4 and x.shape[1] > 1:
-        return _fused()(x.contiguous(), EPSILON)
+        return fused()(x.contiguous(), EPSILON)
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)).to(x.dtype)

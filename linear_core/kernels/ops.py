@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from linear_core.kernels import chunked, fla, reference, step
+from linear_core.kernels import chunked, fla, recurrent, reference, step
 
-Implementation = Literal["reference", "chunked", "step", "fla"]
-IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "step": step, "fla": fla}
+Implementation = Literal["reference", "chunked", "step", "fla", "recurrent"]
+IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "step": step, "fla": fla, "recurrent": recurrent}
 _forced: Implementation | None = None
 
 
@@ -49,7 +50,7 @@ def gated_linear_attention(
     do not fit and on an unknown implementation.
     """
     _check(q, k, v, log_decay, None, state)
-    form = _choose(q, implementation)
+    form = IMPLEMENTATIONS[choose(q, implementation)]
     return form.gated_linear_attention(q, k, v, log_decay, state, scale)
 
 
@@ -74,18 +75,42 @@ def gated_delta_rule(
     if log_decay is None or beta is None:
         raise ValueError("gated_delta_rule needs log_decay [B, T, H, K] (zeros for no decay) and beta [B, T, H]")
     _check(q, k, v, log_decay, beta, state)
-    form = _choose(q, implementation)
+    form = IMPLEMENTATIONS[choose(q, implementation)]
     return form.gated_delta_rule(q, k, v, log_decay, beta, state, scale)
 
 
-def _choose(q: Tensor, implementation: Implementation | None):
-    """The module that holds the form. T = 1 is a step on every device: no kernel beats one read of the state."""
+def low_rank_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    beta: Tensor,
+    *,
+    state: Tensor | None = None,
+    scale: float = 1.0,
+    implementation: Implementation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``gated_delta_rule`` with log_decay = logsigmoid(inputs Wᵀ + b), whose gate never lies in memory in the fla form.
+
+    inputs: float32 [B, T, R]. weight, bias: float32 [H·K, R] and [H·K], or [H, R] and [H] for one gate a head.
+    """
+    if choose(q, implementation) == "fla":
+        _check(q, k, v, None, beta, state)
+        return fla.low_rank_delta_rule(q, k, v, inputs, weight, bias, beta, state, scale)
+    log_decay = F.logsigmoid(F.linear(inputs, weight, bias)).unflatten(-1, (q.shape[2], -1)).expand(q.shape)
+    return gated_delta_rule(q, k, v, log_decay, beta, state=state, scale=scale, implementation=implementation)
+
+
+def choose(q: Tensor, implementation: Implementation | None = None) -> Implementation:
+    """The form that runs for q [B, T, H, K]: the one asked for or forced, else by device and T. ValueError if unknown."""
     implementation = implementation or _forced
     if implementation is None:
         implementation = "step" if q.shape[1] == 1 else "fla" if q.is_cuda else "chunked"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not known; allowed: {', '.join(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[implementation]
+    return implementation
 
 
 def _check(

@@ -70,6 +70,28 @@ class Mechanism(nn.Module):
         """One token (T = 1). The kernels choose their one-token form by T, so this is ``parallel`` unless replaced."""
         return self.parallel(q, k, v, log_decay, beta, state)
 
+    def update(
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: Tensor | None, written: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The whole linear path behind the adaptation: features, values, gates, mask, and ``parallel`` or ``step``.
+
+        q: [B, T, H, D]. k, v: [B, T, G, D] and inputs: [B, T, F], shifted by the window. written: bool [B or 1, T].
+        state: None for a pass that starts empty and whose end nobody keeps: no token may then be unwritten between two
+        written ones, so that there is nothing yet, or nothing more, for it to decay, and withholding its write is
+        enough. With a state, everything of an unwritten token is zeroed and leaves it bit for bit.
+        """
+        q, k = self.features(q, k)
+        v = self.values(v)
+        log_decay, beta = (None, None) if inputs is None else self.gates(inputs, k)
+        if state is not None:
+            v = only(written, v)
+            log_decay = None if log_decay is None else only(written, log_decay)
+        if state is not None or beta is None:
+            k = only(written, k)
+        beta = None if beta is None else only(written, beta)
+        run = self.step if q.shape[1] == 1 else self.parallel
+        return run(q, k, v, log_decay, beta, state)
+
     def init_state(self, batch_size: int, device: torch.device | str) -> Tensor:
         """The empty state: float32 zeros [B, H, K, V]."""
         return torch.zeros(batch_size, self.heads, self.key_size, self.value_size, device=device)
@@ -99,6 +121,11 @@ def linear_with_bias(inputs: int, outputs: int, bias: float) -> nn.Linear:
     linear = nn.Linear(inputs, outputs, dtype=torch.float32)
     nn.init.constant_(linear.bias, bias)
     return linear
+
+
+def only(written: Tensor, x: Tensor) -> Tensor:
+    """x: [B, T, …] with zeros where written [B or 1, T] is False."""
+    return x.masked_fill(~written.view(*written.shape, *[1] * (x.dim() - 2)), 0)
 
 
 def project(h: Tensor, *weights: Tensor) -> Tensor:

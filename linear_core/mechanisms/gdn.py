@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linear_core.kernels import gated_delta_rule
-from linear_core.mechanisms.base import BETA_BIAS, GATE_RANK, LowRankGate, Mechanism, linear_with_bias, project
+from linear_core.kernels import gated_delta_rule, low_rank_delta_rule
+from linear_core.mechanisms.base import BETA_BIAS, GATE_RANK, LowRankGate, Mechanism, linear_with_bias, only, project
 
 
 class GDN(Mechanism):
@@ -39,6 +39,17 @@ class GDN(Mechanism):
     ) -> tuple[Tensor, Tensor]:
         """The gated delta rule over all tokens."""
         return gated_delta_rule(q, k, v, log_decay, beta, state=state)
+
+    def update(
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: Tensor | None, written: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As in ``Mechanism``; a pass without a state never holds the gates of all channels in memory."""
+        if state is not None or inputs is None:
+            return super().update(q, k, v, inputs, written, state)
+        rank, logits = inputs.split((GATE_RANK, self.heads), dim=-1)
+        beta = only(written, torch.sigmoid(logits + self.beta.bias))
+        q, k = self.features(q, k)
+        return low_rank_delta_rule(q, k, self.values(v), rank, self.gate.up.weight, self.gate.up.bias, beta)
 
 
 class GDNScalar(GDN):

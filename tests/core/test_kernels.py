@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from linear_core.bench import forms
-from linear_core.kernels import gated_delta_rule, gated_linear_attention, l2_normalise
+from linear_core.kernels import fla, gated_delta_rule, gated_linear_attention, l2_normalise, norm
 
 LENGTHS = (1, 7, 63, 64, 65, 100, 257)
 RULES = tuple(forms.RULES)
+MASKABLE = tuple(rule for rule in RULES if rule != "low_rank_delta_rule")  # that one has no decay of 0
 RULES_AND_GATES = [
     (rule, gates) for rule in RULES for gates in forms.GATES if rule != "linear_attention" or gates == "both"
 ]
@@ -74,7 +75,7 @@ def test_any_split_gives_the_whole(rule: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["reference", "chunked", "step"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MASKABLE)
 def test_a_masked_token_leaves_the_state_bit_for_bit(rule: str, form: str) -> None:
     tokens = 1 if form == "step" else 70
     case = forms.Case(rule=rule, tokens=tokens, heads=2, size=64, gates="usual", with_state=True)
@@ -83,7 +84,7 @@ def test_a_masked_token_leaves_the_state_bit_for_bit(rule: str, form: str) -> No
     assert torch.equal(end, state)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MASKABLE)
 def test_masked_tokens_at_the_end_change_nothing(rule: str) -> None:
     case = forms.Case(rule=rule, tokens=70, heads=2, size=64, gates="both", with_state=True)
     q, *rest, state = forms.inputs(case, "cpu", torch.float32)
@@ -136,6 +137,14 @@ def test_norm_is_finite_at_zero() -> None:
     assert x.grad is not None and torch.isfinite(x.grad).all()
     y = torch.randn(2, 3, 4, 64)
     torch.testing.assert_close(l2_normalise(y).norm(dim=-1), torch.ones(2, 3, 4), rtol=1e-5, atol=1e-5)
+
+
+def test_the_kernels_of_fla_are_where_we_look() -> None:
+    for module, name in (("kda", "chunk_kda"), ("gla", "chunk_gla"), ("simple_gla", "chunk_simple_gla")):
+        assert callable(fla.kernel(module, name))
+    for module, name in (("kda", "fused_recurrent_kda"), ("gla", "fused_recurrent_gla")):
+        assert callable(fla.kernel(module, name))
+    assert callable(norm.fused())
 
 
 def test_refusals_name_the_shapes() -> None:

@@ -154,6 +154,24 @@ def test_masked_tokens_leave_the_state() -> None:
         assert torch.equal(mechanism.step(*cut((q, *zeroed), slice(0, 1)), state)[1], state), name
 
 
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_update_writes_only_what_it_may(name: str) -> None:
+    """With a state, unwritten tokens leave it bit for bit; without one, the first tokens' writes are withheld."""
+    mechanism = make(name, random=True)
+    h, q, k, v = sequence(SHAPE, 40)
+    inputs = mechanism.gate_inputs(h)
+    state = torch.randn_like(mechanism.init_state(2, "cpu"))
+    nothing = torch.zeros(1, 40, dtype=torch.bool)
+    assert torch.equal(mechanism.update(q, k, v, inputs, nothing, state)[1], state)
+    late = torch.arange(40)[None] >= 10
+    out, _ = mechanism.update(q, k, v, inputs, late, None)
+    masked, _ = mechanism.update(q, k, v, inputs, late, torch.zeros_like(state))
+    rest, _ = mechanism.update(q[:, 10:], k[:, 10:], v[:, 10:], inputs[:, 10:], late[:, 10:], None)
+    torch.testing.assert_close(out, masked, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out[:, 10:], rest, rtol=1e-5, atol=1e-5)
+    assert not out[:, :10].any()
+
+
 def test_the_scalar_gate_costs_no_memory() -> None:
     mechanism = make("gdn_scalar")
     log_decay = prepare(mechanism, *sequence(SHAPE, 5))[3]
