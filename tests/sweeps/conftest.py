@@ -1,7 +1,13 @@
-"""A store in a temporary home."""
+"""A store in a temporary home; a PostgreSQL server where one is installed."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shlex
+import shutil
+import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,3 +29,35 @@ def store(home: Path) -> Iterator[Store]:
     opened = Store()
     yield opened
     opened.close()
+
+
+@pytest.fixture(scope="session")
+def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """TEST_DATABASE_URL, else a server of our own on a free port; skips without PostgreSQL or psycopg."""
+    if given := os.environ.get("TEST_DATABASE_URL"):
+        yield given
+        return
+    binaries = [*Path("/usr/lib/postgresql").glob("*/bin"), Path(shutil.which("initdb") or "/none/initdb").parent]
+    home = next((path for path in binaries if (path / "initdb").exists()), None)
+    if home is None or importlib.util.find_spec("psycopg") is None:
+        pytest.skip("no PostgreSQL here, or no psycopg (pip install golinear[cluster])")
+    folder = tmp_path_factory.mktemp("postgres")
+    as_root = os.geteuid() == 0  # which PostgreSQL refuses to run as
+    if as_root:
+        for path in (folder, *folder.parents[: len(folder.parents) - 2]):
+            path.chmod(0o755)
+        shutil.chown(folder, "nobody")
+
+    def run(*words: object) -> None:
+        command = shlex.join(map(str, words))
+        full = ["su", "-s", "/bin/sh", "nobody", "-c", command] if as_root else shlex.split(command)
+        subprocess.run(full, check=True, stdout=subprocess.DEVNULL, cwd=folder)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run(home / "initdb", "-D", folder / "data", "-A", "trust", "-U", "golinear", "-E", "UTF8")
+    options = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1 -c fsync=off"
+    run(home / "pg_ctl", "-w", "-D", folder / "data", "-o", options, "-l", folder / "log", "start")
+    yield f"postgresql://golinear@127.0.0.1:{port}/postgres"
+    run(home / "pg_ctl", "-D", folder / "data", "-m", "immediate", "stop")

@@ -30,12 +30,8 @@ TASK, SCORE_KEY = SWEEP.score_keys(CELL)[0]
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def any_store(request: pytest.FixtureRequest, home: Path) -> Iterator[Store]:
-    """A store with claims that live a second, on SQLite and, when TEST_DATABASE_URL names one, on Postgres."""
-    url = None
-    if request.param == "postgres":
-        url = os.environ.get("TEST_DATABASE_URL")
-        if not url:
-            pytest.skip("TEST_DATABASE_URL names no Postgres database")
+    """A store with claims that live a second, on SQLite and, where there is one, on Postgres."""
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else None
     opened = Store(url, expires_after=1.0)
     with opened.engine.begin() as connection:
         for table in schema.metadata.tables.values():
@@ -183,11 +179,11 @@ def work(url: str, cells: list[Cell], ledger: Path, seed: int, pause: float) -> 
 
 
 def slaughter(
-    home: Path, *, num_cells: int, num_processes: int, num_kills: int, pause: float, limit: float
+    url: str, home: Path, *, num_cells: int, num_processes: int, num_kills: int, pause: float, limit: float
 ) -> Counter[str]:
     """Run workers, SIGKILL random ones and start others in their place; returns how often each key was published."""
     cells = [Cell.from_dict({**CELL.to_dict(), "seed": seed}) for seed in range(num_cells)]
-    url, ledger, rng = f"sqlite:///{home}/store.db", home / "ledger", random.Random(1)
+    ledger, rng = home / "ledger", random.Random(1)
     ledger.touch()
     context = multiprocessing.get_context("fork")
     started = 0
@@ -219,15 +215,18 @@ def slaughter(
     return Counter(ledger.read_text().split())
 
 
-def test_processes_killed_at_work_lose_nothing_and_publish_nothing_twice(home: Path) -> None:
-    published = slaughter(home, num_cells=60, num_processes=3, num_kills=8, pause=0.05, limit=60)
+def test_processes_killed_at_work_lose_nothing_and_publish_nothing_twice(any_store: Store, home: Path) -> None:
+    any_store.close()
+    published = slaughter(any_store.url, home, num_cells=60, num_processes=3, num_kills=8, pause=0.05, limit=60)
     assert max(published.values()) == 1
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_eight_processes_two_thousand_cells_two_hundred_kills(home: Path) -> None:
-    published = slaughter(home, num_cells=2000, num_processes=8, num_kills=200, pause=0.1, limit=800)
+    published = slaughter(
+        f"sqlite:///{home}/store.db", home, num_cells=2000, num_processes=8, num_kills=200, pause=0.1, limit=800
+    )
     assert max(published.values()) == 1
     assert len(published) >= 2000 - 200, "only a worker killed between its commit and its note is missing here"
 
