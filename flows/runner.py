@@ -152,6 +152,11 @@ class Runner:
         claim = self.store.claim(item.key, self.holder)
         if claim is None:
             return Outcome(label, ELSEWHERE, "claimed by another sweep a moment ago")
+        still = item.as_claimed(claim)
+        if still is None:
+            self.store.finish(claim)
+            return Outcome(label, DONE, "done by another sweep")
+        item = still
         tags = {**self.links, "attempt": str(claim.attempt)}
         run_id = self.tracker.start_cell(self.parent, item.cell, sweep_id=self.sweep_id, tags=tags)
         try:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from linear_core.outcome import Interrupted
 
 from linear_core.evaluate.scores import Score, TaskSpec
+from linear_core.outcome import Interrupted
 from sweeps import stages
 from sweeps.cell import Cell, Placement
 from sweeps.store import Claim, Store

@@ -46,6 +46,7 @@ class Machine:
     gpu: str = ""
     gpu_memory: float = 0.0
     num_cpus: int = 1
+    num_nodes: int = 1
     memory: float = 0.0
     disk_free: float = 0.0
     price: float | None = None

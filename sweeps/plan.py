@@ -15,7 +15,7 @@ from linear_core.models import BaseModel, Shape, resolve
 from sweeps import cost, queries, retries
 from sweeps.cell import Cell, Placement
 from sweeps.cost import GIB, Machine
-from sweeps.store import Store
+from sweeps.store import Claim, Store
 from sweeps.sweep import Sweep, pin
 from sweeps.weights import why_not_at_hand
 
@@ -35,6 +35,12 @@ class PlanItem:
     resume_tokens: int = 0
     seconds: float = 0.0
     memory: float = 0.0  # bytes
+
+    def as_claimed(self, claim: Claim) -> PlanItem | None:
+        """What is still to do now that the cell is claimed: another sweep may have done it since the plan. None: nothing."""
+        train = self.train and not claim.published
+        tasks = tuple((task, key) for task, key in self.tasks if key not in claim.scored)
+        return replace(self, train=train, tasks=tasks) if train or tasks else None
 
     def to_dict(self) -> dict[str, Any]:
         recipe = self.cell.recipe
@@ -113,7 +119,7 @@ def make_plan(
     decide = _Decider(sweep, machine, placement, queries.snapshot(store))
     items = tuple(decide(cell) for cell in sweep.cells)
     plan = Plan(sweep=sweep, items=items, machine=machine, placement=placement)
-    return replace(plan, refusal=_refusal(plan, max_gpu_hours))
+    return replace(plan, refusal=_refusal(plan, store.url, max_gpu_hours))
 
 
 class _Decider:
@@ -178,8 +184,10 @@ class _Decider:
         return seconds
 
 
-def _refusal(plan: Plan, max_gpu_hours: float | None) -> str:
+def _refusal(plan: Plan, store_url: str, max_gpu_hours: float | None) -> str:
     """Why the whole plan may not start."""
+    if plan.machine.num_nodes > 1 and store_url.startswith("sqlite"):
+        return f"{plan.machine.num_nodes} nodes cannot share an SQLite file; set GOLINEAR_DATABASE_URL to a Postgres database"
     refused = [item for item in plan.items if item.action == "refuse"]
     if refused and not plan.to_do:
         return f"all {len(refused)} cells that are left are refused: {refused[0].reason}"

@@ -112,7 +112,7 @@ def _add_attempt(state: CellState, name: str, cause: str, reason: str, tokens: i
     state.resume_tokens = max(state.resume_tokens, tokens)
     if name == "done":
         state.failures.clear()
-    elif name in ("failed", "lost") and counted:
+    elif name in ("failed", "lost", "cancelled") and counted:
         state.failures[cause] += 1
 
 
@@ -205,6 +205,25 @@ def forget(store: Store, key: str) -> int:
     for attempt in ids:
         store.blobs.delete(f"{key}/{attempt}")
     return len(ids)
+
+
+def cancel(store: Store, key: str, by: str) -> bool:
+    """Take a cell from whoever works on it: their claim is lost at once, their stage stops within the claim's renewal.
+
+    It does not run again until ``retry``. True when somebody was at work. Raises ValueError for an unknown key.
+    """
+    claims, attempts = schema.claims, schema.attempts
+    with store.engine.begin() as connection:
+        if connection.execute(sa.select(claims.c.key).where(claims.c.key == key)).first() is None:
+            raise ValueError(f"{key} was never started; golinear status lists what was")
+        live = sa.update(claims).where(claims.c.key == key, claims.c.expires_at > store.now)
+        running = connection.execute(live.values(fence=claims.c.fence + 1, expires_at=0.0)).rowcount == 1
+        ended = {"state": "cancelled", "cause": "cancelled", "reason": f"cancelled by {by}", "ended_at": store.now}
+        newest = sa.select(sa.func.max(attempts.c.id)).where(attempts.c.key == key).scalar_subquery()
+        connection.execute(
+            sa.update(attempts).where(attempts.c.id == newest, attempts.c.state != "done").values(ended)
+        )
+    return running
 
 
 def retry(store: Store, keys: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ RETRIES = {
     "cancelled": 0,  # by a person
 }
 CAUSES = tuple(RETRIES)
-PERMANENT = ("nonfinite",)
+PERMANENT = ("nonfinite", "cancelled")
 
 
 def cause_of(error: BaseException) -> str:

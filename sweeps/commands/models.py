@@ -160,9 +160,8 @@ def train(
     device: str = DEVICE,
 ) -> None:
     """Linearize and train one model outside any sweep; run again, it goes on from the folder's last checkpoint."""
-    from linear_core.train import train_command
-
     from linear_core.settings import TrainSettings
+    from linear_core.train import train_command
     from sweeps import parameters
     from sweeps.commands.console import progress_bar
 

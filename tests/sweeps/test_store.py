@@ -16,10 +16,11 @@ import pytest
 import sqlalchemy as sa
 from sweep_helpers import finish, pinned, score
 
-from sweeps import queries, schema
+from sweeps import housekeeping, queries, schema
 from sweeps.cell import Cell
 from sweeps.claims import holding
 from sweeps.grids import ablation
+from sweeps.plan import PlanItem
 from sweeps.store import Claim, ClaimLost, Store, new_holder
 
 SWEEP = pinned(ablation("smollm2-135m", "gdn,gla", "56+8", "none", "1,2", tasks="mmlu,piqa"))
@@ -239,3 +240,77 @@ def test_many_processes_may_open_a_fresh_store_at_once(home: Path) -> None:
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 8
+
+
+# housekeeping
+
+
+def test_cancel_takes_the_cell_from_its_holder_until_a_retry(any_store: Store) -> None:
+    at_work = claim(any_store)
+    assert queries.cancel(any_store, KEY, "ada")
+    with pytest.raises(ClaimLost):
+        any_store.renew(at_work)
+    failure = queries.failures(any_store)[0]
+    assert (failure.state, failure.reason) == ("cancelled", "cancelled by ada")
+    assert queries.overview(any_store)[0][KEY].failures == {"cancelled": 1}
+    assert not queries.cancel(any_store, KEY, "ada"), "nobody is at work now"
+    queries.retry(any_store, [KEY])
+    assert not queries.overview(any_store)[0][KEY].failures
+    with pytest.raises(ValueError, match="never started"):
+        queries.cancel(any_store, "nonsense", "ada")
+
+
+def test_garbage_is_what_no_result_and_no_resumption_needs(store: Store) -> None:
+    def attempt(key: str) -> tuple[Claim, Path]:
+        taken = claim(store, key)
+        (store.folder(taken) / "checkpoints" / "step-00000001").mkdir(parents=True)
+        (store.folder(taken) / "checkpoints" / "step-00000001" / "state").write_bytes(b"x" * 100)
+        (store.folder(taken) / "curve.jsonl").write_text("{}")
+        return taken, store.folder(taken)
+
+    failed, failed_folder = attempt(KEY)
+    store.fail(failed, "preempted", "SIGTERM")
+    assert housekeeping.leftovers(store) == [], "the next attempt goes on from it"
+    done, done_folder = attempt(KEY)
+    store.publish(done, CELL, {})
+    assert housekeeping.leftovers(store) == [], "still being measured"
+    store.finish(done)
+    unfinished, unfinished_folder = attempt(SWEEP.cells[2].train_key)
+    store.fail(unfinished, "crash", "gone")
+    found = housekeeping.leftovers(store)
+    assert [leftover.path for leftover in found] == [failed_folder, done_folder / "checkpoints"]
+    assert housekeeping.remove(found) == 202 and housekeeping.leftovers(store) == []
+    assert (done_folder / "curve.jsonl").exists() and (unfinished_folder / "checkpoints").exists()
+
+
+def test_what_another_sweep_did_meanwhile_is_not_done_again(store: Store) -> None:
+    item = PlanItem(cell=CELL, key=KEY, action="run", train=True, tasks=SWEEP.score_keys(CELL))
+    assert item.as_claimed(Claim(key=KEY, holder="a", fence=1, attempt=1)) == item
+    finish(store, SWEEP, CELL, {"mmlu": 0.5})
+    left = item.as_claimed(claim(store))
+    assert left and not left.train and [task.name for task, _ in left.tasks] == ["piqa"]
+    scored = Claim(key=KEY, holder="a", fence=9, attempt=9, published=True, scored=frozenset(k for _, k in item.tasks))
+    assert item.as_claimed(scored) is None
+
+
+def test_blobs_travel_through_any_fsspec_url(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Store(blobs="memory://bucket/cells")
+    taken = claim(here)
+    (here.folder(taken) / "checkpoints").mkdir()
+    (here.folder(taken) / "checkpoints" / "big").write_text("optimiser")
+    (here.folder(taken) / "scores").mkdir()
+    (here.folder(taken) / "scores" / "mmlu.json").write_text("[]")
+    here.publish(taken, CELL, {})
+    here.finish(taken)
+    monkeypatch.setenv("GOLINEAR_HOME", str(home / "another machine"))
+    elsewhere = Store(here.url, blobs="memory://bucket/cells")
+    folder = elsewhere.published_folder(KEY)
+    assert str(folder).startswith(str(home / "another machine"))
+    assert [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()] == ["scores/mmlu.json"]
+    queries.forget(elsewhere, KEY)
+    with pytest.raises(KeyError):
+        elsewhere.published_folder(KEY)
+    with pytest.raises(ValueError, match="key/attempt"):
+        elsewhere.blobs.folder("../../etc/1")
+    with pytest.raises(FileNotFoundError, match="not at memory"):
+        elsewhere.blobs.fetch(f"{KEY}/77")
