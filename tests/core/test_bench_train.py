@@ -2,7 +2,7 @@ import json
 
 import torch
 
-from linear_core.bench import training
+from linear_core.bench import train
 from linear_core.models import build
 
 
@@ -10,7 +10,7 @@ def test_a_dry_run_shows_every_row(tmp_path, capsys):
     """Several recipes together, one table, the same rows as JSON with the command and versions."""
     output = tmp_path / "bench.json"
     arguments = ["--tiny", "--recipe", "gdn 6+2,gla 6+2", "--objective", "layerwise", "--output", str(output)]
-    assert training.main([*arguments, "--device", "cpu"]) == 0
+    assert train.main([*arguments, "--device", "cpu"]) == 0
     found = json.loads(output.read_text())
     limit, full, ours = found["rows"]
     assert "TFLOP/s" in limit["what"] and full["times_full"] == 1.0 and found["versions"]["torch"]
@@ -21,8 +21,8 @@ def test_a_dry_run_shows_every_row(tmp_path, capsys):
 
 def test_full_attention_has_the_loss_of_training():
     """Both sides of the comparison do the same loss; the base's step reaches the embeddings and no parameter."""
-    model = build(training.TINY, device="cpu")
-    batch = training.random_batch(training.TINY, 2, 32, "cpu")
-    loss = training.full_attention_step(model, batch)
+    model = build(train.TINY, device="cpu")
+    batch = train.random_batch(train.TINY, 2, 32, "cpu")
+    loss = train.full_attention_step(model, batch)
     torch.testing.assert_close(loss, model(input_ids=batch.input_ids, labels=batch.input_ids).loss)
     assert all(p.grad is None for p in model.parameters())
