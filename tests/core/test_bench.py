@@ -33,6 +33,21 @@ def test_mechanisms_against_full_attention_and_the_token_loop(
     assert "times full" in table and "gdn" in table
 
 
+def test_by_length_reports_ratios_to_full_attention() -> None:
+    shape = mechanisms.resolve("smollm2-135m").shape
+    recipes = {"gdn": mechanisms.Recipe(mechanism="gdn")}
+    rows = list(mechanisms.by_length(shape, recipes, (16, 32), 1, "cpu", torch.float32))
+    assert [(row["mechanism"], row["T"]) for row in rows] == [
+        ("softmax", 16),
+        ("gdn", 16),
+        ("softmax", 32),
+        ("gdn", 32),
+    ]
+    full, gdn = rows[2:]
+    assert (full["speedup"], full["step_speedup"]) == (1, 1)
+    assert gdn["step_speedup"] == pytest.approx(full["step_ms"] / gdn["step_ms"])
+
+
 def test_a_decode_step_can_be_timed_for_every_mechanism() -> None:
     shape = mechanisms.resolve("smollm2-135m").shape
     for name in (None, *mechanisms.DEFAULT):
