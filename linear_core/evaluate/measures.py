@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from linear_core.evaluate.attribution import refusal, variants
 from linear_core.evaluate.offline import redirect
 from linear_core.evaluate.run import Measured
 from linear_core.evaluate.scores import TaskSpec
@@ -30,6 +31,8 @@ def score_windows(
     """Perplexity (exp of the mean negative log-likelihood a token) or agreement with the base, on held-out windows."""
     from linear_core.evaluate import windows as w
 
+    if task.name == "attribution" and (reason := refusal(model)):
+        raise DataError(reason)
     try:
         with redirect():
             windows = w.heldout_windows(task, tokenizer)
@@ -46,9 +49,29 @@ def score_windows(
         mean, stderr = w.mean_of(losses)
         value = math.exp(mean) if mean < 700 else math.inf
         return [measured("perplexity", losses, value, value * stderr if stderr is not None else None)]
+    if task.name == "attribution":
+        return [measured(*row) for row in _paths(model, windows)]
     reference = w.base_reference(model, windows, base)
     same, kl = w.agreement(model, reference, windows, switches)
     return [measured("top1", same, *w.mean_of(same)), measured("kl", kl, *w.mean_of(kl))]
+
+
+def _paths(model: PreTrainedModel, windows: Any) -> Iterator[tuple[str, Any, float, float | None]]:
+    """What the state saves in nats a token (exact path alone − hybrid), then the perplexity of each path.
+
+    ``frozen``: the read is zero from the middle of a window on; only the tokens behind it count.
+    """
+    from linear_core.evaluate import windows as w
+
+    half = windows.tokens.shape[1] // 2
+    losses = {name: w.token_losses(model, windows, switches) for name, switches in variants(half).items()}
+    saved = losses["exact"] - losses["hybrid"]
+    yield "state_nats", saved, *w.mean_of(saved)
+    for name in ("exact", "linear", "frozen"):
+        values = losses[name][:, half - 1 :] if name == "frozen" else losses[name]
+        mean, stderr = w.mean_of(values)
+        value = math.exp(min(mean, 700.0))
+        yield name, values, value, value * stderr if stderr is not None else None
 
 
 def score_harness(

@@ -1,7 +1,7 @@
 """What can be measured: one line a task, as data. Imports no torch, no lm-eval, no datasets.
 
 A task is scored by lm-eval's own definition (``folder`` is where its YAML lies inside lm_eval/tasks) or, for
-``perplexity`` and ``agreement``, by ``linear_core.evaluate.windows``.
+``perplexity``, ``agreement`` and ``attribution``, by ``linear_core.evaluate.windows``.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ TASKS: dict[str, Task] = {
              hub="EleutherAI/wikitext_document_level"),
         Task(name="agreement", kind="own", metrics=("top1", "kl"), files=("heldout_text.jsonl.gz",),
              hub="EleutherAI/wikitext_document_level"),
+        Task(name="attribution", kind="own", metrics=("state_nats", "exact", "linear", "frozen"),
+             files=("heldout_text.jsonl.gz",), hub="EleutherAI/wikitext_document_level"),
         Task(name="lambada_openai", kind="harness", harness="lambada_openai", folder="lambada",
              metrics=("acc", "perplexity"), files=("lambada_test.jsonl.gz",), hub="EleutherAI/lambada_openai",
              published="lambada_openai"),
@@ -125,7 +127,7 @@ def check_task(task: TaskSpec) -> None:
         if task.shots:
             raise ValueError(f"{task.name} has no shots of its own choosing; leave shots out")
     elif task.length is not None:
-        raise ValueError(f"{task.name} has no length; only RULER tasks, perplexity and agreement take one")
+        raise ValueError(f"{task.name} has no length; only RULER tasks, perplexity, agreement and attribution take one")
 
 
 def expand(names: list[str], *, lengths: tuple[int, ...] = (), **fields: int | None) -> list[TaskSpec]:

@@ -10,6 +10,7 @@ import torch
 
 from linear_core.convert import convert, new_parameters, unconvert
 from linear_core.evaluate import windows as w
+from linear_core.evaluate.attribution import attribute
 from linear_core.evaluate.run import evaluate_task
 from linear_core.evaluate.scores import TaskSpec
 from linear_core.recipe import Recipe
@@ -93,3 +94,27 @@ def test_the_exact_path_alone_is_another_score(converted, tokenizer):
 def test_text_that_is_too_short_is_refused(tiny, tokenizer):
     with pytest.raises(ValueError, match="a shorter length"):
         evaluate_task(tiny, tokenizer, TaskSpec(name="perplexity", length=100_000))
+
+
+def test_attribution_says_what_the_state_saves(tiny, converted, tokenizer):
+    task = TaskSpec(name="attribution", limit=96, length=32)
+    saved, exact, linear, frozen = evaluate_task(converted, tokenizer, task)
+    (hybrid,) = evaluate_task(converted, tokenizer, PERPLEXITY)
+    assert saved.value == pytest.approx(math.log(exact.value) - math.log(hybrid.value), abs=1e-5)
+    assert linear.value != exact.value and math.isfinite(frozen.value)
+    windows = w.heldout_windows(task, tokenizer)
+    behind = w.token_losses(converted, windows, {"state_frozen_from": 16})[:, 15:]
+    assert frozen.value == pytest.approx(math.exp(behind.mean()), rel=1e-5)
+    assert torch.equal(
+        w.token_losses(converted, windows, {"state_frozen_from": 16})[:, :15],
+        w.token_losses(converted, windows)[:, :15],
+    )
+    assert all("one path" in s.reason for s in evaluate_task(tiny, tokenizer, task))
+
+
+def test_any_task_can_be_attributed(converted, tokenizer):
+    scores = {s.metric: s for s in attribute(converted, tokenizer, PERPLEXITY, frozen_from=8)}
+    assert list(scores) == [f"perplexity.{p}" for p in ("hybrid", "exact", "linear", "frozen", "state")]
+    assert scores["perplexity.state"].value == pytest.approx(
+        math.log(scores["perplexity.hybrid"].value) - math.log(scores["perplexity.exact"].value), abs=1e-5
+    )
