@@ -22,7 +22,7 @@ RECIPES = [
 ] + ["none 5+0", "none 6+3 lora"]
 WITH_BUDGET = [r for r in RECIPES if "0+0" not in r]
 FEW = ["gdn 6+3 conv mass", "hedgehog 6+3 conv", "kgla 0+0 conv", "gla 5+0", "none 6+3", "gdn_scalar 6+3 lora"]
-CLOSE = {"atol": 2e-4, "rtol": 2e-4}
+CLOSE = {"atol": 1e-3, "rtol": 1e-3}
 
 
 def logits(model, ids, **kwargs):
