@@ -198,17 +198,9 @@ class LinearizedAttention(nn.Module):
             before = layer.q_tail if layer is not None else q.new_zeros(q.shape[0], tail, *q.shape[2:])
             q = self.convolutions.q(torch.cat([before, q], dim=1))
             k, v = self.convolutions.k(k), self.convolutions.v(v)
-        q, k = self.mechanism.features(q, k)
-        v = self.mechanism.values(v)
-        log_decay = beta = None
-        if gates_all is not None:
-            log_decay, beta = self.mechanism.gates(gates_all[:, :length], k)
+        inputs = None if gates_all is None else gates_all[:, :length]
         outside, written = self._outside(q, layout)
-        k, v = _only(written, k), _only(written, v)
-        log_decay, beta = (x if x is None else _only(written, x) for x in (log_decay, beta))
-        state = None if layer is None else layer.state
-        run = self.mechanism.step if length == 1 else self.mechanism.parallel
-        o, state = run(q, k, v, log_decay, beta, state)
+        o, state = self.mechanism.update(q, k, v, inputs, written, None if layer is None else layer.state)
         return self._frozen(o, layout), outside, state
 
     def _outside(self, q: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -253,11 +245,6 @@ class LinearizedAttention(nn.Module):
         layer.sink_k, layer.sink_v = sink_k, sink_v
         if state is not None:
             layer.state = state
-
-
-def _only(written: Tensor, x: Tensor) -> Tensor:
-    """x: [R, L, …] with zeros where a token is not written."""
-    return x.masked_fill(~written.view(*written.shape, *[1] * (x.dim() - 2)), 0)
 
 
 def _last(x: Tensor, size: int, num_tokens: Tensor | None) -> Tensor:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from linear_core.kernels.tuned import fla_module
 
 MAX_KEY_SIZE = 256
 # Up to this many elements of q the forward pass keeps what the backward pass would make again (7 × q's bytes a layer:
@@ -87,8 +88,8 @@ def _chunk_kda(
 
 @cache
 def kernel(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A kernel by name: an import statement would make fla a requirement of exported model folders."""
-    return getattr(import_module(f"fla.ops.{module}"), name)
+    """A kernel by name."""
+    return getattr(fla_module(f"ops.{module}"), name)
 
 
 def need_cuda(q: Tensor) -> None:

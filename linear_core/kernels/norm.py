@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 
 import torch
 from torch import Tensor
+
+from linear_core.kernels.tuned import fla_module
 
 EPSILON = 1e-6
 
 
 @cache
 def fused() -> Callable[[Tensor, float], Tensor]:
-    """fla's kernel, not by an import statement: that would make fla a requirement of exported model folders."""
-    return import_module("fla.modules.norm.l2norm").l2norm
+    """fla's kernel."""
+    return fla_module("modules.norm.l2norm").l2norm
 
 
 def l2_normalise(x: Tensor) -> Tensor:

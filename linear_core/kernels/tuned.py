@@ -1,0 +1,77 @@
+"""fla's kernels without autotuning where the card is known: first use compiles one form of each kernel, not dozens.
+
+``configs/<GPU name>/<kernel>.json`` holds what autotuning chose on such a card, in fla's own file form. ``collect``
+makes these files from a Triton cache: run the kernels once on a new card with ``FLA_CACHE_MODE=disabled``, then
+
+    python -m linear_core.kernels.tuned TRITON_CACHE_DIR "NVIDIA H100 80GB HBM3"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def use_tuned_kernels() -> Path | None:
+    """Point fla at this card's files, unless the environment already says otherwise; call before fla is imported.
+
+    Returns the folder in use, or None when there is none for the card (fla then autotunes, some minutes, once a cache).
+    """
+    import torch
+
+    folder = CONFIGS / folder_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if folder is None or not folder.is_dir():
+        return None
+    os.environ.setdefault("FLA_CONFIG_DIR", str(folder))
+    os.environ.setdefault("FLA_CACHE_MODE", "full")
+    return Path(os.environ["FLA_CONFIG_DIR"])
+
+
+@cache
+def fla_module(name: str) -> ModuleType:
+    """``fla.<name>``, with this card's configurations. Not by an import statement: that would make fla a requirement of
+    exported model folders."""
+    use_tuned_kernels()
+    return import_module(f"fla.{name}")
+
+
+def folder_name(gpu: str) -> str:
+    """The name fla gives a card's folder: ``NVIDIA H200`` → ``NVIDIA_H200``."""
+    return "".join(c if c.isalnum() else "_" for c in gpu).strip("_")
+
+
+def collect(triton_cache: Path, gpu: str, configs: Path = CONFIGS) -> list[Path]:
+    """Write the fastest configuration of every kernel and key in a Triton cache, beside what is there already."""
+    from fla.ops.utils.cache import AutotuneKey
+
+    best: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for file in sorted(triton_cache.rglob("*.autotune.json")):
+        tuned = json.loads(file.read_text())
+        config, _ = min(tuned["configs_timings"], key=lambda pair: pair[1][0])
+        keep = {name: config[name] for name in ("kwargs", "num_warps", "num_ctas", "num_stages", "maxnreg")}
+        kernel = file.name.removesuffix(".autotune.json")
+        best[kernel][AutotuneKey.key_hash(tuned["key"])] = {"autotune_key": tuned["key"], "config": keep}
+    written = []
+    for kernel, entries in best.items():
+        path = configs / folder_name(gpu) / f"{kernel}.json"
+        if path.exists():
+            entries = {**json.loads(path.read_text())["autotune_entries"], **entries}
+        first = next(iter(entries.values()))["config"]
+        content = {"kernel_name": kernel, "default_config": first, "autotune_entries": dict(sorted(entries.items()))}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+        written.append(path)
+    return written
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(map(str, collect(Path(sys.argv[1]), sys.argv[2]))) + "\n")
