@@ -110,7 +110,7 @@ class Diagnostics:
     def save(self, folder: Path) -> None:
         """layers.csv, positions.csv, bins.csv and diagnostics.json."""
         folder.mkdir(parents=True, exist_ok=True)
-        error = self.nmse or [None] * len(self.layers)
+        error: list[Any] = list(self.nmse or [None] * len(self.layers))  # type: ignore[list-item]
         _write(
             folder / "layers.csv",
             ("layer", "concentration", "residual", "hardness", "nmse"),
@@ -197,7 +197,7 @@ def _watching(modules: dict[int, Any], sums: dict[int, _Layer], converted: bool)
 
 def _linear(module: Any, hidden: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
     """What the linearized layer makes of the base's inputs: [1, T, C] after o_proj."""
-    layout = make_layout(*hidden.shape[:2], hidden.device)
+    layout = make_layout(hidden.shape[0], hidden.shape[1], hidden.device)
     set_lora(module, True)
     try:
         return module.o_proj(module.mix(hidden, positions, layout).flatten(-2))

@@ -153,10 +153,12 @@ def _ruler_config(task: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> dict[st
     """The task with our data and one metric, ``acc``: the share of its answers that the harness finds in the text."""
     import datasets
 
-    from linear_core.evaluate.ruler import samples
+    from linear_core.evaluate.ruler import LengthError, samples
 
     try:
         rows = samples(task, tokenizer)
+    except LengthError as error:
+        raise DataError(str(error)) from error
     except OSError as error:
         raise DataError(f"{TASKS[task.name].hub} could not be loaded: {error}") from error
     return {

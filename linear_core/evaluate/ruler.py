@@ -34,11 +34,16 @@ _made: dict[Any, list[dict[str, Any]]] = {}
 _lock = threading.Lock()
 
 
+class LengthError(ValueError):
+    """No prompt of the length asked for can be made with this tokenizer."""
+
+
 def samples(task: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """The first ``task.limit`` samples of the seeded stream that lm-eval's generator makes (all 500 without a limit).
 
     A limit takes the first ones since every sample is drawn independently: a shorter run is a part of a longer one and
-    nothing is made in vain (of the QA tasks' questions it takes a seeded sample). Seed 0 gives lm-eval's own samples. Raises ValueError when the length is too short.
+    nothing is made in vain (of the QA tasks' questions it takes a seeded sample). Seed 0 gives lm-eval's own samples.
+    Raises LengthError when no prompt of this length can be made.
     """
     most = min(task.limit or HARNESS_SAMPLES, HARNESS_SAMPLES)
     key = (task.name, task.length, task.seed, most, id(tokenizer), tuple(task_files(TASKS[task.name]) or ()))
@@ -79,12 +84,15 @@ def _make(task: TaskSpec, tokenizer: PreTrainedTokenizerBase, most: int) -> list
 
     setattr(module, counter, fewer)
     with _seeded(task.seed), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        data = getattr(module, function)(max_seq_lengths=[task.length], tokenizer="given")
+        try:
+            data = getattr(module, function)(max_seq_lengths=[task.length], tokenizer="given")
+        except ValueError as error:
+            raise LengthError(f"{task.name}: {error}") from error
     return [dict(row) for row in data["test"]]
 
 
 def _check_room(task: TaskSpec, tokenizer: PreTrainedTokenizerBase, module: ModuleType) -> None:
-    """Two of lm-eval's generators try for ever when their smallest prompt does not fit. Raises ValueError instead."""
+    """Two of lm-eval's generators try for ever when their smallest prompt does not fit. Raises LengthError instead."""
 
     def tokens(text: str) -> int:
         return len(tokenizer(text)["input_ids"])
@@ -93,7 +101,7 @@ def _check_room(task: TaskSpec, tokenizer: PreTrainedTokenizerBase, module: Modu
         example = tokens(module.generate_input_output(5, 1, 4, is_icl=True)[0])
         smallest = tokens(module.generate_input_output(10, 1, 4)[0]) + example + 40
         if example + 40 > 500:  # the generator's own limit for its worked example
-            raise ValueError(
+            raise LengthError(
                 f"vt: its worked example takes {example} tokens of this tokenizer, and may take 500 with its answer"
             )
     elif task.name == "cwe":
@@ -101,7 +109,7 @@ def _check_room(task: TaskSpec, tokenizer: PreTrainedTokenizerBase, module: Modu
     else:
         return
     if smallest > (task.length or 0):
-        raise ValueError(
+        raise LengthError(
             f"{task.name}: the smallest prompt takes about {smallest} tokens; allowed: a longer length than {task.length}"
         )
 
