@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,6 +51,7 @@ RULES = {
     "gated_delta_rule": _delta,
     "low_rank_delta_rule": _low_rank,
 }
+DTYPES = (torch.float32, torch.bfloat16)
 GATES = ("usual", "near 0", "near 1", "both")
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
 # Gradients smaller than this (root mean square, of order 1 elsewhere) are compared absolutely: 0 has no relative error.
@@ -119,18 +122,25 @@ def evaluate(case: Case, form: str, given: Sequence[Tensor], weights: Sequence[T
 
 def compare(case: Case, form: str, *, device: str, dtype: torch.dtype) -> dict[str, float]:
     """Relative RMSE of one form against the token loop in float64: {"out", "state", "d_q", …}; inf where not finite."""
+    given, weights, wanted = _wanted(case, device, dtype)
+    got = evaluate(case, form, given, weights)
+    return {name: _error(got[name], wanted[name]) for name in wanted if name in got}
+
+
+@lru_cache(maxsize=1)  # the forms of one case follow each other
+def _wanted(case: Case, device: str, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], list[Tensor], dict[str, Tensor]]:
+    """Inputs, the weights of the sum that is differentiated, and what the token loop makes of them in float64."""
     given = inputs(case, device, dtype)
     random = torch.Generator().manual_seed(1)
     value_size = case.value_size or case.size
     shapes = (case.batch, case.tokens, case.heads, value_size), (case.batch, case.heads, case.size, value_size)
     weights = [torch.randn(shape, generator=random).to(device) for shape in shapes]
     wanted = evaluate(case, "reference", [x.double() for x in given], [x.double() for x in weights])
-    got = evaluate(case, form, given, weights)
-    return {name: _error(got[name], wanted[name]) for name in wanted if name in got}
+    return given, weights, {name: x.detach() for name, x in wanted.items()}
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:
-    got, wanted = got.detach().double(), wanted.detach()
+    got = got.detach().double()
     if not torch.isfinite(got).all():
         return float("inf")
     smallest = SMALLEST * wanted.numel() ** 0.5
@@ -144,24 +154,39 @@ def tolerance(name: str, device: str, dtype: torch.dtype) -> float:
     return 3e-2 if name in ("d_log_decay", "d_beta") else 1e-2
 
 
-def cases(tiny: bool) -> Iterator[Case]:
-    """All combinations the project promises; ``tiny`` keeps a few of each kind."""
+def cases(tiny: bool, heads: int) -> Iterator[Case]:
+    """All combinations the project promises; ``tiny`` keeps a few of each kind. One number of query heads for all
+    (a kernel is compiled and tuned for each), over fewer key/value heads where H / G matters."""
     lengths = (1, 65) if tiny else (1, 7, 63, 64, 65, 100, 257)
     gate_kinds, starts = (GATES[-1:], (True,)) if tiny else (GATES, (False, True))
     for rule, tokens, gates, with_state in itertools.product(RULES, lengths, gate_kinds, starts):
-        yield Case(rule=rule, tokens=tokens, heads=3, size=64, gates=gates, with_state=with_state)
-    for rule, (heads, kv_heads), size in itertools.product(RULES, ((1, 1), (9, 3), (8, 2), (8, 1)), (64, 128)):
-        if not tiny or (size == 64 and heads == 9):
-            yield Case(rule=rule, tokens=100, heads=heads, kv_heads=kv_heads, size=size, gates="both", with_state=True)
+        yield Case(rule=rule, tokens=tokens, heads=heads, size=64, gates=gates, with_state=with_state)
+    for rule, groups, size in itertools.product(RULES, (3,) if tiny else (1, 3, 4, 8), (64,) if tiny else (64, 128)):
+        yield Case(
+            rule=rule, tokens=100, heads=heads, kv_heads=heads // groups, size=size, gates="both", with_state=True
+        )
     for size in (64,) if tiny else (64, 128):  # hedgehog: its values carry a column of ones
-        yield Case(rule="linear_attention", tokens=100, heads=2, size=size, value_size=size + 1, with_state=True)
+        yield Case(rule="linear_attention", tokens=100, heads=heads, size=size, value_size=size + 1, with_state=True)
 
 
-def run(device: str, *, tiny: bool = False, dtypes: Sequence[torch.dtype] = ()) -> list[dict[str, Any]]:
+@contextmanager
+def first_configuration() -> Iterator[None]:
+    """Within it Triton takes the first configuration of each kernel instead of timing all: minutes less, same results."""
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+    Autotuner.prune_configs = lambda self, kwargs: prune(self, kwargs)[:1]
+    try:
+        yield
+    finally:
+        Autotuner.prune_configs = prune
+
+
+def run(device: str, *, tiny: bool = False, dtypes: Sequence[torch.dtype] = DTYPES) -> list[dict[str, Any]]:
     """Compare every fast form with the token loop. One row a rule, form, dtype and kind of gate: its worst errors."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     fast = ("fla", "chunked") if device.startswith("cuda") else ("chunked",)
-    for dtype, case in itertools.product(dtypes or (torch.float32, torch.bfloat16), cases(tiny)):
+    for dtype, case in itertools.product(dtypes, cases(tiny, 6 if tiny else 24)):
         for form in fast if case.tokens > 1 else (*fast, "step"):
             labels = {"rule": case.rule, "form": form, "dtype": str(dtype).removeprefix("torch."), "gates": case.gates}
             row = rows.setdefault(tuple(labels.values()), labels | {"cases": 0, "too_large": ""})
@@ -185,9 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m linear_core.bench.forms", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a few cases of each kind")
+    parser.add_argument("--first-config", action="store_true", help="do not tune the kernels (CUDA; minutes less)")
     parser.add_argument("--output", help="write the rows as JSON")
     options = parser.parse_args(argv)
-    rows = run(options.device, tiny=options.tiny)
+    with first_configuration() if options.first_config else nullcontext():
+        rows = run(options.device, tiny=options.tiny)
     failed = [row for row in rows if row["too_large"] != "none"]
     within = f"{len(rows) - len(failed)} of {len(rows)} rows within tolerance"
     title = f"forms against the token loop on {options.device}: {within}"
