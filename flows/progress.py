@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from linear_core.evaluate.scores import Score
+from sweeps.cell import Cell
 from sweeps.commands.console import LINE_SECONDS, line
 from sweeps.store import Claim, Store
 from sweeps.tracking import Tracker
@@ -33,12 +34,10 @@ class Progress:
             self._line_at = time.monotonic()
             self.say(f"{self.label}: {line(said)}")
 
-    def trained(self, provenance: dict[str, Any]) -> None:
-        """The end of training, in a line and in MLflow's parameters."""
-        training = provenance.get("training", {})
-        facts = {name: provenance.get(name) for name in ("new_parameters", "hardware", "commit")}
-        self.tracker.log_params(self.run_id, {name: value for name, value in facts.items() if value is not None})
-        loss = training.get("loss")
+    def trained(self, cell: Cell, provenance: dict[str, Any]) -> None:
+        """The end of training, in a line and in MLflow."""
+        self.tracker.log_trained(self.run_id, cell, provenance)
+        loss = provenance["training"].get("loss")
         shown = "" if loss is None else f", loss {loss:.3f}"
         self.say(f"{self.label}: trained in {provenance['train_seconds']:.1f} s{shown}")
 

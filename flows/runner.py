@@ -207,7 +207,7 @@ class Runner:
             found = stage("train", micro_batch)
             if found is None:
                 return None
-            progress.trained(found)
+            progress.trained(cell, found)
             rate = found.get("training", {}).get("tokens_per_second")
             if rate:
                 queries.measure(self.store, throughput_name(self.machine, cell), float(rate))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ PACKAGES = (
 
 
 def provenance(device: str = "cpu") -> dict[str, Any]:
-    """commit, dirty, versions, host, hardware, device and UTC time, as plain values."""
+    """commit, dirty, versions, environment, host, hardware, device and UTC time, as plain values."""
     return {
         **commit(),
         "versions": versions(),
+        "environment": environment(),
         "host": platform.node(),
         "platform": platform.platform(),
         "hardware": hardware(device),
@@ -50,6 +52,13 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+@cache
+def environment() -> str:
+    """16 hex over the name and version of every installed package: two runs that share it ran the same code."""
+    installed = sorted({f"{found.metadata['Name']}=={found.version}".lower() for found in distributions()})
+    return hashlib.sha256("\n".join(installed).encode()).hexdigest()[:16]
 
 
 @cache

@@ -104,7 +104,31 @@ class Tracker:
         self.log_params(run_id, cell_params(cell))
         self.set_tags(run_id, tags or {})
         self.client.log_dict(run_id, {"train_key": cell.train_key, "inputs": cell.inputs}, "cell.json")
+        if cell.data:
+            self._log_text_used(run_id, cell.data)
         return run_id
+
+    def _log_text_used(self, run_id: str, fingerprint: str) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        kind, _, _ = fingerprint.partition("-")
+        source = json.dumps({"fingerprint": fingerprint})
+        text = Dataset(name="training text", digest=fingerprint[:36], source_type=kind, source=source)
+        self.client.log_inputs(run_id, datasets=[DatasetInput(text, [InputTag("mlflow.data.context", "training")])])
+
+    def log_trained(self, run_id: str, cell: Cell, provenance: Mapping[str, Any]) -> None:
+        """What training gave: sizes as parameters, where it came from as tags, and the model itself for MLflow's lineage."""
+        from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+
+        self.log_params(run_id, {"new_parameters": provenance["new_parameters"]})
+        origin = {name: str(provenance[name]) for name in ("commit", "dirty", "hardware", "environment", "at")}
+        self.set_tags(run_id, origin | {f"version.{name}": text for name, text in provenance["versions"].items()})
+        model = self.client.create_logged_model(
+            self.experiment_id, name=cell.train_key, source_run_id=run_id, model_type="linearized",
+            params={name: str(value) for name, value in cell_params(cell).items()}, tags={"train_key": cell.train_key},
+        )  # fmt: skip
+        self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
+        self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
     def log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
         """Parameters, whole: a value over MLflow's length goes to an artifact of its name instead of being cut."""

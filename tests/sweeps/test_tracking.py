@@ -16,6 +16,7 @@ from sweep_helpers import pinned, score
 from linear_core.evaluate.scores import TaskSpec
 from sweeps import tracking
 from sweeps.grids import ablation
+from sweeps.provenance import provenance
 from sweeps.tracking import Tracker, metric_name, plain_name
 
 SWEEP = pinned(ablation("smollm2-135m", "gdn", "56+8", "none", "1,2"))
@@ -52,6 +53,7 @@ def test_a_sweep_and_its_cells(shared: Tracker, tmp_path: Path) -> None:
     tracker.log_scores(run_id, [score(task, 0.5, "acc,none"), score(TaskSpec(name="mmlu"), None)])
     (tmp_path / "recipe.json").write_text("{}")
     tracker.log_files(run_id, tmp_path, ["recipe.json", "not-there.json"])
+    tracker.log_trained(run_id, CELL, {**provenance(), "new_parameters": 726030})
     tracker.end(run_id)
     tracker.end(parent, "FAILED", "1 cell failed")
 
@@ -62,6 +64,10 @@ def test_a_sweep_and_its_cells(shared: Tracker, tmp_path: Path) -> None:
     assert run.data.tags["kind"] == "cell" and run.data.tags["mlflow.parentRunId"] == parent
     assert run.data.metrics == {"train/loss": 1.0, "train/lr": 1e-3, "eval/niah_single_1 at 512/acc:2c:none": 0.5}
     assert [m.step for m in tracker.client.get_metric_history(run_id, "train/loss")] == [256, 512, 768]
+    assert run.data.params["new_parameters"] == "726030" and run.data.tags["version.torch"]
+    assert run.inputs.dataset_inputs[0].dataset.digest == CELL.data
+    model = tracker.client.get_logged_model(run.outputs.model_outputs[0].model_id)
+    assert (model.name, model.status, model.params["budget"]) == (CELL.train_key, "READY", "56+8")
     artifacts = {item.path for item in tracker.client.list_artifacts(run_id)}
     assert artifacts == {"cell.json", "recipe.json", "scores"}
     assert len(tracker.client.list_artifacts(run_id, "scores")) == 2, "missing scores are kept with their reason"
