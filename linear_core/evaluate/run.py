@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import linear_core
 from linear_core.evaluate.offline import data_source
 from linear_core.evaluate.scores import Score, TaskSpec
-from linear_core.evaluate.tasks import TASKS, Task, check_task, expand
+from linear_core.evaluate.tasks import TASKS, Task, check_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from linear_core.evaluate.windows import BaseOrReference
 
-__all__ = ["check_task", "data_source", "evaluate_task", "expand", "harness_version"]
+__all__ = ["check_task", "data_source", "evaluate_task", "harness_version"]
 log = logging.getLogger(__name__)
 
 

@@ -130,23 +130,6 @@ def check_task(task: TaskSpec) -> None:
         raise ValueError(f"{task.name} has no length; only RULER tasks, perplexity, agreement and attribution take one")
 
 
-def expand(names: list[str], *, lengths: tuple[int, ...] = (), **fields: int | None) -> list[TaskSpec]:
-    """Task and group names and RULER lengths → checked specs, in the order given, each once.
-
-    ``fields``: limit, shots, seed. Raises ValueError as ``check_task`` does, and for RULER without lengths.
-    """
-    specs: dict[TaskSpec, None] = {}
-    for name in (task for given in names for task in GROUPS.get(given, (given,))):
-        ruler = name in TASKS and TASKS[name].kind == "ruler"
-        if ruler and not lengths:
-            raise ValueError(f"{name} needs lengths, e.g. --lengths 1024,4096")
-        for length in lengths if ruler else (None,):
-            spec = TaskSpec(name=name, length=length, **{k: v for k, v in fields.items() if v is not None})
-            check_task(spec)
-            specs[spec] = None
-    return list(specs)
-
-
 def sample_items(sizes: Mapping[str, int], limit: int | None, seed: int) -> dict[str, list[int]]:
     """Which items a limit takes: a seeded systematic sample over all parts of a task, in proportion to their sizes.
 
