@@ -35,7 +35,7 @@ class Worker:
     def __init__(self, store: Store, placement: Placement):
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self.store, self.placement = store, placement
-        self.bench = stages.Bench(placement.device)
+        self.bench = stages.Bench(placement.device, placement.source)
         self.stopping = threading.Event()
         self._lock = threading.Lock()
         self._progress: dict[str, Any] = {}

@@ -18,22 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from linear_core.evaluate.scores import Score, TaskSpec
+from linear_core.recipe import Recipe
 from sweeps.cell import Cell, Placement, slug
 from sweeps.provenance import provenance
 
 log = logging.getLogger(__name__)
 PARAMETERS = "new_parameters.safetensors"
+HARDNESS_TOKENS, HARDNESS_LENGTH = 32_768, 512  # of held-out text that ranks layers by hardness
 Progress = Callable[[dict[str, Any]], None]  # {"stage", "done", "total", "unit", …}
 
 
 class Bench:
     """A worker's base model and tokenizer on a device, and which cell it is linearized for at the moment.
 
-    Not for threads. ``device``: cpu, cuda, cuda:0. Loading raises as ``linear_core.models.load`` does.
+    Not for threads. ``device``: cpu, cuda, cuda:0. ``source``: the training text, whose held-out part also decides which
+    layers are the hardest. Loading raises as ``linear_core.models.load`` does.
     """
 
-    def __init__(self, device: str = "cpu"):
-        self.device = device
+    def __init__(self, device: str = "cpu", source: str = "auto"):
+        self.device, self.source = device, source
         self.base = ""
         self.model: Any = None
         self.tokenizer: Any = None
@@ -55,15 +58,40 @@ class Bench:
         self.train_key = ""
         return self.model
 
-    def fresh(self, cell: Cell) -> Any:
+    def text(self, cell: Cell) -> Any:
+        """The training text in the base model's tokens (``linear_core.data.TokenData``)."""
+        from linear_core.data import open_tokens
+
+        if self.base != cell.base:
+            self.base_model(cell.base)
+        return open_tokens(self.source, self.tokenizer, base=cell.base, device=self.device)
+
+    def fresh(self, cell: Cell, folder: Path | None = None) -> Any:
         """The model linearized for a cell, new parameters at their start values (drawn from the cell's seed)."""
         from linear_core.convert import convert
 
         model = self.base_model(cell.base)
         if not cell.is_base:
+            recipe = self.resolved(cell, folder)
             self.train_key = "started " + cell.train_key
-            convert(model, cell.recipe, seed=cell.seed)
+            convert(model, recipe, seed=cell.seed)
         return model
+
+    def resolved(self, cell: Cell, folder: Path | None = None) -> Recipe:
+        """The cell's recipe with ``hardest:SHARE`` as a list of layers: the folder's, else measured on held-out text."""
+        kind, _, share = cell.recipe.softmax_layers.partition(":")
+        if kind != "hardest":
+            return cell.recipe
+        if folder is not None and (folder / "recipe.json").exists():
+            return Recipe(**json.loads((folder / "recipe.json").read_text()))
+        import torch
+
+        from linear_core.diagnostics import hardest_layers
+
+        length = min(HARDNESS_LENGTH, self.model.config.max_position_embeddings)
+        windows = torch.from_numpy(self.text(cell).heldout(HARDNESS_TOKENS, length))
+        chosen = hardest_layers(self.model, windows, float(share))
+        return dataclasses.replace(cell.recipe, softmax_layers=chosen)
 
     def trained(self, cell: Cell, folder: Path) -> Any:
         """The model with a cell's trained parameters: as the training left it, else read from the cell's folder."""
@@ -72,7 +100,7 @@ class Bench:
         if cell.is_base:
             return self.base_model(cell.base)
         if self.train_key != cell.train_key:
-            load_new_parameters(self.fresh(cell), folder / PARAMETERS)
+            load_new_parameters(self.fresh(cell, folder), folder / PARAMETERS)
             self.train_key = cell.train_key
         self.model.eval()
         return self.model
@@ -86,8 +114,8 @@ def convert(cell: Cell, folder: Path, bench: Bench) -> dict[str, Any]:
     started = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "cell.json", {"train_key": cell.train_key, "inputs": cell.inputs, "cell": cell.to_dict()})
-    write_json(folder / "recipe.json", cell.recipe.to_dict())
-    model = bench.fresh(cell)
+    model = bench.fresh(cell, folder)
+    write_json(folder / "recipe.json", (cell.recipe if cell.is_base else model.recipe).to_dict())
     return {"new_parameters": _count_new(cell, model), "seconds": time.perf_counter() - started}
 
 
@@ -111,17 +139,15 @@ def train(
     Writes new_parameters.safetensors, curve.jsonl and provenance.json; returns the provenance (commit, versions,
     hardware, seconds, tokens per second, …). Raises ValueError for the base model, and as ``linear_core.train.train``.
     """
-    from linear_core import data
-    from linear_core import train as trainer
+    from linear_core.train import train as train_parameters
 
     if cell.train is None:
         raise ValueError(f"{cell.label} is the base model: there is nothing to train")
     placement = placement or Placement(device=bench.device)
     started = time.perf_counter()
-    model = bench.model if bench.train_key == "started " + cell.train_key else bench.fresh(cell)
-    tokens = data.open_tokens(placement.source, bench.tokenizer, base=cell.base, device=bench.device)
-    result = trainer.train(
-        model, cell.train, tokens, folder=folder, seed=cell.seed, on_progress=on_progress, should_stop=should_stop,
+    model = bench.model if bench.train_key == "started " + cell.train_key else bench.fresh(cell, folder)
+    result = train_parameters(
+        model, cell.train, bench.text(cell), folder=folder, seed=cell.seed, on_progress=on_progress, should_stop=should_stop,
         micro_batch=placement.micro_batch, checkpoint_minutes=placement.checkpoint_minutes,
     )  # fmt: skip
     bench.train_key = cell.train_key

@@ -15,7 +15,7 @@ from linear_core.evaluate.scores import TaskSpec
 from linear_core.models import Shape
 from linear_core.settings import TrainSettings
 from sweeps import stages
-from sweeps.cell import Cell, Placement
+from sweeps.cell import Cell
 from sweeps.grids import ablation, pin
 from sweeps.retries import cause_of
 
@@ -45,7 +45,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("text") / "train.jsonl"
-    path.write_text("".join(json.dumps({"text": f"Line {i} of a short story. " * 20}) + "\n" for i in range(60)))
+    path.write_text("".join(json.dumps({"text": f"Line {i} of a short story. " * 20}) + "\n" for i in range(600)))
     return f"local:{path}"
 
 
@@ -57,13 +57,13 @@ def cells(model_folder: Path, text: str, home: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_cell_from_base_to_scores_and_the_base_again(cells: list[Cell], text: str, home: Path) -> None:
-    bench, place = stages.Bench(), Placement(source=text)
+    bench = stages.Bench(source=text)
     base, gdn, exact_only = cells
     before = {name: p.clone() for name, p in bench.base_model(base.base).named_parameters()}
     folder = home / "gdn"
     assert stages.convert(gdn, folder, bench)["new_parameters"] > 0
     said: list[dict[str, object]] = []
-    found = stages.train(gdn, folder, bench, place, on_progress=said.append)
+    found = stages.train(gdn, folder, bench, on_progress=said.append)
     assert found["training"]["tokens_seen"] == TRAIN.tokens and found["versions"]["torch"] and found["commit"]
     assert found["new_parameters"] == stages.convert(gdn, home / "again", bench)["new_parameters"]
     assert [row["tokens_seen"] for row in said if "tokens_seen" in row] == [64 * i for i in range(1, 7)]
@@ -75,24 +75,24 @@ def test_a_cell_from_base_to_scores_and_the_base_again(cells: list[Cell], text: 
     other = stages.Bench().trained(gdn, folder)(torch.arange(40)[None]).logits
     assert torch.equal(trained, other), "another worker reads the same model from the folder"
     stages.convert(exact_only, home / "none", bench)
-    stages.train(exact_only, home / "none", bench, place)
+    stages.train(exact_only, home / "none", bench)
     restored = bench.base_model(base.base)
     assert [n for n, p in restored.named_parameters() if not torch.equal(p, before.pop(n))] == [] and not before
     assert torch.equal(bench.trained(gdn, folder)(torch.arange(40)[None]).logits, trained)
 
 
 def test_a_stopped_cell_goes_on_in_another_attempt(cells: list[Cell], text: str, home: Path) -> None:
-    gdn, place = cells[1], Placement(source=text)
+    gdn = cells[1]
     straight, first, second = home / "0" / "x", home / "1" / "x", home / "2" / "x"
-    stages.train(gdn, straight, stages.Bench(), place)
+    stages.train(gdn, straight, stages.Bench(source=text))
     said: list[dict[str, object]] = []
     with pytest.raises(Exception, match="told to stop") as stopped:
-        stages.train(gdn, first, stages.Bench(), place, on_progress=said.append, should_stop=lambda: len(said) >= 3)
+        stages.train(gdn, first, stages.Bench(source=text), on_progress=said.append, should_stop=lambda: len(said) >= 3)
     assert cause_of(stopped.value) == "preempted"
     (first / "checkpoints" / ".partial-00000009").mkdir()
     assert stages.adopt_checkpoints([first, second], second)
     assert [path.name for path in (second / "checkpoints").iterdir()] == ["step-00000003"]
-    found = stages.train(gdn, second, stages.Bench(), place)
+    found = stages.train(gdn, second, stages.Bench(source=text))
     assert found["training"]["resumed_from"] == 3
     one, other = (load_file(attempt / stages.PARAMETERS) for attempt in (straight, second))
     assert all(torch.equal(one[name], other[name]) for name in one | other), "resumed equals straight, to the bit"
@@ -116,6 +116,19 @@ def test_a_task_that_fails_costs_only_itself(cells: list[Cell], home: Path, monk
     assert list(stored) == ["perplexity@64"] == [score.task.label for score in scores]
     assert scores[0].value is not None and scores[0].value > 1
     assert json.loads((home / "base" / "scores" / "perplexity-64.json").read_text())[0]["value"] == scores[0].value
+
+
+def test_the_hardest_layers_are_measured_once_and_kept_with_the_cell(cells: list[Cell], text: str, home: Path) -> None:
+    recipe = dataclasses.replace(cells[1].recipe, softmax_layers="hardest:0.5")
+    cell, folder, bench = dataclasses.replace(cells[1], recipe=recipe), home / "hard", stages.Bench(source=text)
+    stages.convert(cell, folder, bench)
+    stages.train(cell, folder, bench)
+    kept = json.loads((folder / "recipe.json").read_text())["softmax_layers"]
+    assert kept in ("list:0", "list:1")
+    without_text = stages.Bench(source="local:/nowhere")
+    same = without_text.trained(cell, folder)(torch.arange(40)[None]).logits
+    assert torch.equal(same, bench.trained(cell, folder)(torch.arange(40)[None]).logits)
+    assert without_text.model.recipe.softmax_layers == kept
 
 
 def test_the_base_model_is_not_trained(cells: list[Cell], home: Path) -> None:

@@ -167,13 +167,16 @@ def work(url: str, cells: list[Cell], ledger: Path, seed: int, pause: float) -> 
             taken = store.claim(key, new_holder())
             if taken is None:
                 continue
-            with holding(store, taken):
-                if not taken.published:
-                    time.sleep(pause * rng.random())
-                    store.publish(taken, todo[key], {"fence": taken.fence})
-                    with ledger.open("a") as file:
-                        file.write(f"{key}\n")
-                store.finish(taken)
+            try:
+                with holding(store, taken):
+                    if not taken.published:
+                        time.sleep(pause * rng.random())
+                        store.publish(taken, todo[key], {"fence": taken.fence})
+                        with ledger.open("a") as file:
+                            file.write(f"{key}\n")
+                    store.finish(taken)
+            except ClaimLost:  # on a busy machine even an honest worker may be too late: it looks for the next cell
+                continue
             del todo[key]
         time.sleep(0.05)
     store.close()
