@@ -1,9 +1,9 @@
 """Tokens of documents laid end to end, on disk, in memory-mapped shards that are made as far as they are needed.
 
-The stream is fixed by the documents, the encoding and the separator. A shard ends with the document that reaches its
-size, and sizes double up to LARGEST_SHARD. So a demo of 4k tokens tokenises seconds' worth of text, and the stream's
-start is the same however far it is extended. A shard is two files, ``00000.tokens`` (the raw integers) and ``00000.json``
-(counts and where documents start, written last); an incomplete one is made again.
+The stream is fixed by the documents, the encoding and the separator. Shards are only how it is kept: one ends with the
+document that reaches the size asked for, between first_shard and LARGEST_SHARD. So a demo of 4k tokens tokenises seconds'
+worth of text, and the stream's start is the same however far it is extended. A shard is two files, ``00000.tokens`` (the
+raw integers) and ``00000.json`` (counts and where documents start, written last); an incomplete one is made again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PackedTokens:
     """The packed stream of one source, in a folder of shards that several processes may share.
 
     read: position → documents from there on. encode: documents' contents → their token ids. separator: the token after
-    every document. first_shard: tokens of the first shard. units_per_token: length of a content, about, per token.
+    every document. first_shard: the least tokens of a shard. units_per_token: length of a content, about, per token.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PackedTokens:
         """Make ``num_tokens`` tokens available, or all there are. Returns how many of those asked for are there."""
         while self.num_tokens < num_tokens and not self._ended:
             if not self._load_shard():
-                self._make_shard()
+                self._make_shard(num_tokens - self.num_tokens)
         self._stream, self._stream_at = iter(()), -1  # an open stream can hold a file or a model
         return min(num_tokens, self.num_tokens)
 
@@ -98,15 +98,15 @@ class PackedTokens:
             self._shards.append(np.memmap(path, dtype=self._dtype, mode="r"))
         return True
 
-    def _make_shard(self) -> None:
-        """Tokenise the next shard's documents. Another process that is at it is waited for."""
+    def _make_shard(self, num_tokens: int) -> None:
+        """Tokenise documents for about that many tokens. Another process that is at it is waited for."""
         from filelock import FileLock  # torch and the hub client depend on it
 
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / "lock"):
             if self._load_shard():
                 return
-            taken = self._take(min(self.first_shard << min(len(self._shards), 32), LARGEST_SHARD))
+            taken = self._take(min(max(num_tokens, self.first_shard), LARGEST_SHARD))
             lengths = [len(ids) for _, ids in taken]
             facts = {
                 "tokens": sum(lengths),

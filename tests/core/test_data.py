@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from linear_core import data, self_samples, sources
+from linear_core import data, packing, self_samples, sources
 from linear_core.settings import TrainSettings
 from tests.core import tiny
 from tests.core.hub_stand_in import hub
@@ -47,7 +47,7 @@ def test_packing_keeps_documents_whole_with_one_separator(tmp_path, monkeypatch)
     documents = texts(300)
     source = f"local:{write_jsonl(tmp_path / 'text.jsonl', documents)}"
     kept = [text for text in documents if not sources.is_heldout(text)]
-    monkeypatch.setitem(data.FIRST_SHARD, "local", 500)  # several shards
+    monkeypatch.setattr(packing, "LARGEST_SHARD", 3000)  # several shards
     packed = data.open_tokens(source, TOKENIZER, cache_folder=tmp_path / "cache")._train
     total = packed.extend(10**9)
     assert len(packed._shards) > 3
