@@ -84,7 +84,7 @@ def score_harness(
     from linear_core.evaluate.harness import PrefixLM, TruncationError
 
     known = TASKS[task.name]
-    with _quiet():
+    with quiet():
         loaded = load_tasks(task, tokenizer)
     sizes = {name: len(each.eval_docs) for name, each in loaded.items()}
     chosen = sample_items(sizes, task.limit if known.kind != "ruler" else None, task.seed)
@@ -93,10 +93,10 @@ def score_harness(
         tokenizer,
         batch_size=batch_size,
         switches=switches,
-        settled=_all_found if known.kind == "ruler" else None,
+        settled=all_found if known.kind == "ruler" else None,
     )
     try:
-        with _quiet():
+        with quiet():
             out = evaluate(
                 lm=lm, task_dict={"tasks": {name: loaded[name] for name in chosen}}, samples=chosen,
                 bootstrap_iters=0, log_samples=True,
@@ -109,7 +109,7 @@ def score_harness(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """lm-eval says a line and draws a bar for every subject; errors still come through."""
     import lm_eval.api.task
 
@@ -178,7 +178,7 @@ def _ruler_score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     return {"acc": score[str(doc["max_length"])]}
 
 
-def _all_found(request: Any, text: str) -> bool:
+def all_found(request: Any, text: str) -> bool:
     """Whether every reference answer is in the text already: RULER's score can then no longer change."""
     found = text.lower()
     return all(answer.lower() in found for answer in request.doc["outputs"])
