@@ -89,7 +89,12 @@ class Cell:
     @property
     def label(self) -> str:
         """For people, e.g. ``smollm2-135m gdn 56+8 conv s1``; ``smollm2-135m base`` for the unconverted model."""
-        return self._named(self.base.rstrip("/").rsplit("/", 1)[-1] if self._is_folder else self.base)
+        return self._named(self.base_label)
+
+    @property
+    def base_label(self) -> str:
+        """The base model's name for people: of a folder the last part."""
+        return self.base.rsplit("/", 1)[-1] if self._is_folder else self.base
 
     @property
     def _is_folder(self) -> bool:

@@ -156,7 +156,9 @@ def _text(table: Table) -> str:
     from rich.console import Console
 
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(rich_table(table))
+    shown = rich_table(table)
+    shown.caption = None
+    console.print(shown)
     for note in grid(table)[2]:
         console.print(note, style="dim", markup=False)
     return console.export_text()

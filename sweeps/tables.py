@@ -109,7 +109,8 @@ def _axes(cell: Cell) -> Record:
 
     recipe, shape = cell.recipe, resolve(cell.base).shape
     axes = {"key": cell.train_key, "setting": cell.setting, "label": cell.label, "is_base": cell.is_base}
-    axes |= {"base": cell.base, "revision": cell.revision, "data": cell.data, "seed": cell.seed}
+    axes |= {"base": cell.base_label, "base_setting": cell.base_of().setting}
+    axes |= {"revision": cell.revision, "data": cell.data, "seed": cell.seed}
     axes |= recipe.to_dict() | {"budget": "" if cell.is_base else recipe.budget, "recipe": recipe.name}
     train = cell.train.to_dict() if cell.train else dict.fromkeys(TRAIN_FIELDS)
     if cell.train:
@@ -185,6 +186,7 @@ class Row:
     """One setting: what it is, its measured entries by column, and what it costs."""
 
     setting: str
+    base_setting: str  # of the base model's own row
     base: str
     recipe: str
     is_base: bool
@@ -213,12 +215,12 @@ def summary(data: pd.DataFrame, *, title: str = "", all_metrics: bool = False) -
         groups.setdefault(record["setting"], []).append(record)
     names = _names({setting: rows[0] for setting, rows in groups.items()})
     rows = [_row(setting, names[setting], part, columns) for setting, part in groups.items()]
-    bases = {row.base: row for row in rows if row.is_base}
-    rows = [row if row.is_base else _against(row, bases.get(row.base)) for row in rows]
-    for base in dict.fromkeys(row.base for row in rows):
+    bases = {row.setting: row for row in rows if row.is_base}
+    rows = [row if row.is_base else _against(row, bases.get(row.base_setting)) for row in rows]
+    order = list(dict.fromkeys(row.base_setting for row in rows))
+    for base in order:
         rows = _mark_best(rows, base, columns)
-    order = list(dict.fromkeys(row.base for row in rows))
-    rows.sort(key=lambda row: (order.index(row.base), not row.is_base))
+    rows.sort(key=lambda row: (order.index(row.base_setting), not row.is_base))
     return Table(title=title, columns=columns, rows=tuple(rows))
 
 
@@ -288,7 +290,10 @@ def _row(setting: str, name: str, part: Sequence[Record], columns: Sequence[Colu
     facts = {k: first[k] for k in ("mechanism", "budget", "adaptation", "new_parameters", "cache_bytes", "tokens")}
     facts |= {"minutes": sum(minutes) / len(minutes) if minutes else None}
     facts |= {"seeds": len({record["seed"] for record in part})}
-    return Row(setting=setting, base=first["base"], recipe=name, is_base=first["is_base"], facts=facts, entries=entries)
+    return Row(
+        setting=setting, base_setting=first["base_setting"], base=first["base"], recipe=name,
+        is_base=first["is_base"], facts=facts, entries=entries,
+    )  # fmt: skip
 
 
 def _entry(asked: Sequence[Record], column: Column) -> Entry:
@@ -334,7 +339,7 @@ def _mark_best(rows: list[Row], base: str, columns: Sequence[Column]) -> list[Ro
     for column in columns:
         sign = 1 if column.higher_is_better else -1
         ranked = sorted(
-            (row for row in rows if row.base == base and not row.is_base and column in row.entries
+            (row for row in rows if row.base_setting == base and not row.is_base and column in row.entries
              and row.entries[column].value is not None),
             key=lambda row: -sign * (row.entries[column].value or 0.0),
         )  # fmt: skip

@@ -8,6 +8,7 @@ import io
 import json
 import random
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -186,6 +187,29 @@ def test_every_format_holds_the_whole_table_and_the_store_rebuilds_it(store: Sto
     assert render.rich_table(table).row_count == 3
     with pytest.raises(ValueError, match="allowed: markdown, csv"):
         tables.render(data, "xls")
+
+
+def test_two_base_models_of_one_name_are_kept_apart_and_no_path_is_shown(store: Store, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 128, "vocab_size": 100}  # fmt: skip
+    frames = []
+    for place, revision, values in (("here", "rev1", (0.4, 0.3)), ("there", "rev2", (0.8, 0.3))):
+        folder = tmp_path / place / "tiny"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        sweep = pinned(ablation(str(folder), "gdn", tasks="mmlu"))
+        sweep = dataclasses.replace(
+            sweep, cells=tuple(dataclasses.replace(cell, revision=revision) for cell in sweep.cells)
+        )
+        for cell, value in zip(sweep.cells, values):
+            finish(store, sweep, cell, {"mmlu": value})
+        frames.append(tables.frame(store, sweep))
+    table = tables.summary(tables.concat(frames))
+    assert [(row.base, row.recipe, *(e.gap for e in row.entries.values())) for row in table.rows] == [
+        ("tiny", "base revision=rev1", None), ("tiny", "gdn 56+8 revision=rev1", pytest.approx(-10.0)),
+        ("tiny", "base revision=rev2", None), ("tiny", "gdn 56+8 revision=rev2", pytest.approx(-50.0)),
+    ]  # fmt: skip
+    assert str(tmp_path) not in "".join(render.render(table, name) for name in render.FORMATS)
 
 
 def test_an_empty_sweep_is_an_empty_table(store: Store) -> None:
