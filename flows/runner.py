@@ -31,6 +31,7 @@ from sweeps.store import Claim, ClaimLost, Store, new_holder
 from sweeps.sweep import Sweep
 from sweeps.tracking import Tracker
 
+ASK_SECONDS = 3.0  # between looks at whether the sweep is cancelled
 WAIT_SECONDS = 2.0  # between looks at cells that another sweep has claimed
 FILES = ("new_parameters.safetensors", "recipe.json", "provenance.json", "curve.jsonl", "log.txt")
 DONE, FAILED, STOPPED, ELSEWHERE = "done", "failed", "stopped", "claimed elsewhere"
@@ -76,6 +77,7 @@ class Runner:
     def __post_init__(self) -> None:
         self.holder = new_holder()
         self._lock = Lock()
+        self._asked_at = 0.0
 
     def run(self, plan: Plan) -> None:
         """Round after round until nothing is left that may run; ``outcomes`` and ``seconds`` (by stage) tell."""
@@ -88,6 +90,8 @@ class Runner:
                 elif waiting:
                     self.stop.wait(WAIT_SECONDS)
                 else:
+                    return
+                if not self.may_start():
                     return
                 plan = make_plan(self.sweep, self.store, self.machine, self.placement)
         except BaseException:
@@ -128,9 +132,26 @@ class Runner:
                 queue.close()
                 raise
 
+    def may_start(self) -> bool:
+        """Whether a cell may start: waits while the sweep is paused; False when it drains, is cancelled or stops."""
+        while (state := queries.sweep_state(self.store, self.sweep_id)) == "paused":
+            if self.stop.wait(WAIT_SECONDS):
+                return False
+        return state == "running" and not self.stop.is_set()
+
+    def cancelled(self) -> bool:
+        """Whether somebody cancelled the sweep; asked of the store every few seconds."""
+        with self._lock:
+            if time.monotonic() - self._asked_at < ASK_SECONDS:
+                return False
+            self._asked_at = time.monotonic()
+        if queries.sweep_state(self.store, self.sweep_id) == "cancelled":
+            self.stop.set()
+        return self.stop.is_set()
+
     def _serve(self, slot: Slot, queue: Queue) -> None:
         """Cells for one slot until there are none."""
-        while (item := queue.take(slot.base)) is not None:
+        while self.may_start() and (item := queue.take(slot.base)) is not None:
             outcome = self._cell(slot, item)
             with self._lock:
                 if outcome is None:
@@ -145,6 +166,7 @@ class Runner:
             failed = outcome is not None and outcome.state == FAILED
             if self.stop.is_set() or (failed and self.fail_fast):
                 queue.close()
+        queue.close()
 
     def _cell(self, slot: Slot, item: PlanItem) -> Outcome | None:
         """Claim, run and record one cell. None: it failed of a cause that is tried again."""
@@ -185,7 +207,7 @@ class Runner:
         """Convert, train and evaluate as the plan says. Returns tasks that failed, with reasons; None when stopped."""
         cell = item.cell
         progress = Progress(cell.label, self.say, self.tracker, self.store, claim, run_id)
-        halt = _Either(self.stop, lost)
+        halt = _Any(self.stop.is_set, lost.is_set, self.cancelled)
 
         def stage(name: str, *arguments: Any) -> Any:
             started = time.monotonic()
@@ -244,12 +266,12 @@ class Runner:
         return Outcome(item.cell.label, FAILED, f"{error.cause}: {error.reason}")
 
 
-class _Either(Event):
-    """Set when this flow is asked to stop or the claim is lost."""
+class _Any(Event):
+    """Set when one of several conditions holds: the flow stops, the claim is lost, the sweep is cancelled."""
 
-    def __init__(self, *events: Event):
+    def __init__(self, *conditions: Callable[[], bool]):
         super().__init__()
-        self._events = events
+        self._conditions = conditions
 
     def is_set(self) -> bool:
-        return any(event.is_set() for event in self._events)
+        return any(condition() for condition in self._conditions)

@@ -153,7 +153,8 @@ def _finish(plan: Plan, spec: Sweep, store: Store, run: Runner) -> str:
     run.tracker.log_text(run.parent, markdown, "table.md")
     run.tracker.set_tags(run.parent, {"mlflow.note.content": markdown})
     undone = _undone(plan, run.outcomes)
-    queries.set_sweep_state(store, run.sweep_id, "failed" if undone else "completed")
+    if not undone or queries.sweep_state(store, run.sweep_id) == "running":
+        queries.set_sweep_state(store, run.sweep_id, "failed" if undone else "completed")
     run.tracker.end(run.parent, "FAILED" if undone else "FINISHED")
     return render.render(made, "text")
 
