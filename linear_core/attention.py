@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from linear_core.adaptation import Convolutions
 from linear_core.cache import CacheShape, LinearizedLayer
-from linear_core.exact import exact_attention, exact_attention_flex
+from linear_core.exact import exact_attention
 from linear_core.layout import Layout
 from linear_core.mechanisms import mechanism_class
 from linear_core.mechanisms.base import Mechanism
@@ -135,7 +135,7 @@ class LinearizedAttention(nn.Module):
         sinks = self.recipe.sinks
         sink_k = _sinks(k, sinks, layer and layer.sink_k, layout.past)
         sink_v = _sinks(v, sinks, layer and layer.sink_v, layout.past)
-        exact, lse = self._read_exact(q, k, v, k_all, v_all, sink_k, sink_v, layout)
+        exact, lse = self._read_exact(q, k_all, v_all, sink_k, sink_v, layout)
         if not self.has_state or (layout.paths == "exact" and layer is None):
             y = exact if exact is not None else torch.zeros_like(q)
             state, gates_all = None, None
@@ -150,8 +150,6 @@ class LinearizedAttention(nn.Module):
     def _read_exact(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         k_all: Tensor,
         v_all: Tensor,
         sink_k: Tensor,
@@ -162,8 +160,6 @@ class LinearizedAttention(nn.Module):
         window = self.recipe.window
         if not window:
             return None, None
-        if layout.blocks is not None:
-            return exact_attention_flex(q, k, v, layout.blocks)
         near = slice(k_all.shape[1] - q.shape[1] - window + 1, None)  # the w − 1 tokens before this pass, and its own
         return exact_attention(q, k_all[:, near], v_all[:, near], sink_k, sink_v, window=window, past=layout.past)
 

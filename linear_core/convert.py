@@ -22,7 +22,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from linear_core.adaptation import add_lora, remove_lora, set_lora
 from linear_core.attention import LinearizedAttention
 from linear_core.cache import LinearizedCache
-from linear_core.exact import FLEX_BLOCK, flex_blocks
 from linear_core.layout import make_layout
 from linear_core.models import Shape, shape_of
 from linear_core.recipe import Recipe, parse_layers
@@ -76,8 +75,6 @@ class LinearizedModel(nn.Module):
             tokens.shape[0], tokens.shape[1], tokens.device, mask=attention_mask, document_ids=document_ids,
             cache=cache, paths=paths, state_frozen_from=state_frozen_from,
         )  # fmt: skip
-        if torch.is_grad_enabled() and cache is None and layout.rows is None:
-            layout.blocks = self._flex_blocks(tokens)
         output = super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask if self._has_softmax_layers or paths == "base" else None,
@@ -94,12 +91,6 @@ class LinearizedModel(nn.Module):
             cache.advance(tokens.shape[1], layout.num_tokens)
             output[CACHE_ARGUMENT] = cache
         return output
-
-    def _flex_blocks(self, tokens: Tensor) -> Any:
-        """Training on CUDA runs the exact path through FlexAttention: its lengths stay the same, so it compiles once."""
-        if not tokens.is_cuda or not self.recipe.window or tokens.shape[1] < FLEX_BLOCK:
-            return None
-        return flex_blocks(tokens.shape[1], self.recipe.window, self.recipe.sinks, tokens.device)
 
     @property
     def _has_softmax_layers(self) -> bool:

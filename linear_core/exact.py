@@ -1,18 +1,17 @@
 """The exact path: softmax attention over ``w`` latest tokens and ``s`` sinks, at a cost that grows linearly with T.
 
+Blocks of queries meet the keys of their window and the sinks in two batched matrix products. Compiled with the rest of
+the layer it was chosen over FlexAttention and full attention after results/exact_path_h200.md: as fast as the former at
+4k tokens, 1.6 times faster at 32k, and the same code runs on a CPU, in prefill and in decoding.
+
 Shape letters: R sequences, L tokens of this pass, H query heads, G key/value heads, D head dimension, b block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 # Queries a block. Each block meets b + w − 1 keys and copies them once: b = w reads every key twice; below 64 the
 # matrix units idle.
@@ -74,51 +73,6 @@ def _sink_mask(
 ) -> Tensor:
     """[R or 1, N, 1, 1, b, s]: a sink is read here once the window has left it behind."""
     return torch.arange(sinks, device=device) <= _positions(num_blocks, block, past, device) - window
-
-
-FLEX_BLOCK = 128
-
-
-def exact_attention_flex(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask) -> tuple[Tensor, Tensor]:
-    """The same by FlexAttention (CUDA, compiled), for whole sequences without a past.
-
-    q: [R, L, H, D]; k, v: [R, L, G, D], not repeated; blocks: of ``flex_blocks``. Returns what ``exact_attention`` does.
-    """
-    o, aux = _compiled_flex()(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        block_mask=blocks,
-        enable_gqa=True,
-        return_aux=AuxRequest(lse=True),
-    )
-    return o.transpose(1, 2), aux.lse.transpose(1, 2)
-
-
-@cache
-def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
-
-
-@cache
-def flex_blocks(length: int, window: int, sinks: int, device: torch.device) -> BlockMask:
-    """The index set by blocks: for each 128 queries the blocks of keys that hold any of it.
-
-    Written down, not found by looking at L × L entries, so that its cost grows with L alone.
-    """
-    num_blocks = -(-length // FLEX_BLOCK)
-    rows = []
-    for block in range(num_blocks):
-        first = max(0, block * FLEX_BLOCK - window + 1) // FLEX_BLOCK
-        with_sinks = range(min(first, -(-sinks // FLEX_BLOCK)))
-        rows.append([*with_sinks, *range(first, block + 1)])
-    counts = torch.tensor([[[len(row) for row in rows]]], dtype=torch.int32, device=device)
-    indices = torch.tensor([[[row + [0] * (num_blocks - len(row)) for row in rows]]], dtype=torch.int32, device=device)
-
-    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & ((query - key < window) | (key < sinks))
-
-    return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen, seq_lengths=(length, length))
 
 
 def exact_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks: int) -> tuple[Tensor, Tensor]:

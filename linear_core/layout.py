@@ -10,7 +10,6 @@ Shape letters: B batch, T tokens, R sequences, L longest of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +71,6 @@ class Layout:
     paths: str = "hybrid"
     state_frozen_from: int | None = None
     num_tokens: Tensor | None = None  # [R] tokens of this pass; None: all L
-    blocks: Any = None  # FlexAttention's block mask of the exact path, where that is used
 
     def gather(self, x: Tensor) -> Tensor:
         return x if self.rows is None else self.rows.gather(x)

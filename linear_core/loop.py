@@ -21,7 +21,8 @@ from linear_core.objectives import Objective, Sequences, make_objective
 from linear_core.optim import NewParameterOptimizer, learning_rate
 from linear_core.outcome import Interrupted, NonFiniteError, TrainResult
 from linear_core.settings import TrainSettings, parse_objective
-from linear_core.step import Stopped, Trainee, find_non_finite, train_step
+from linear_core.speed import FastStep, compiled
+from linear_core.step import Stopped, Trainee, find_non_finite
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,9 @@ T = TypeVar("T")
 class Memory:
     """How a step is cut to fit, and the ladder down which it goes when memory runs out."""
 
-    def __init__(self, models: Sequence[Any], micro_batch: int) -> None:
+    def __init__(self, models: Sequence[Any], micro_batch: int, on_shrink: Callable[[], None] = lambda: None) -> None:
         self.models, self.micro_batch, self.checkpointing = models, micro_batch, False
+        self.on_shrink = on_shrink  # frees what was built for the larger plan
 
     def fit(self, work: Callable[[int], T]) -> T:
         """``work(micro_batch)``, again with less after each torch.OutOfMemoryError, which is raised when nothing is left."""
@@ -47,6 +49,7 @@ class Memory:
             except torch.OutOfMemoryError:
                 if not self._shrink():
                     raise
+                self.on_shrink()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
@@ -117,7 +120,8 @@ class Run:
     ) -> None:
         self.settings, self.data, self.seed = settings, data, seed
         self.checkpoint_seconds, self.on_progress, self.should_stop = checkpoint_seconds, on_progress, should_stop
-        self.memory = Memory(models, micro_batch)
+        self.fast_step = FastStep()
+        self.memory = Memory(models, micro_batch, on_shrink=self.fast_step.reset)
         self.device = next(models[0].parameters()).device
         identity = {
             "settings": settings.canonical(),
@@ -142,6 +146,14 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._resume()
+        with compiled([cell.trainee.model for cell in self.cells]):
+            self._all_steps()
+        self._save()
+        for cell in self.active:
+            save_new_parameters(cell.trainee.model, cell.folder / PARAMETERS)
+        return [cell.error or self._result(cell) for cell in self.cells]
+
+    def _all_steps(self) -> None:
         for name, first, end in self._phases():
             if self.step < end and self.active:
                 objective = make_objective(name)
@@ -150,10 +162,6 @@ class Run:
                 while self.step < end and self.active:
                     self._one_step(objective)
                 self._read(objective)
-        self._save()
-        for cell in self.active:
-            save_new_parameters(cell.trainee.model, cell.folder / PARAMETERS)
-        return [cell.error or self._result(cell) for cell in self.cells]
 
     def tokens_seen(self, steps: int) -> int:
         """Tokens of the first ``steps`` steps; whole sequences, so never fewer than asked for at the end."""
@@ -179,7 +187,7 @@ class Run:
             cell.trainee.optimizer.set_rate(self.step)
         trainees = [cell.trainee for cell in cells]
         try:
-            numbers = self.memory.fit(lambda rows: train_step(trainees, objective, batch, rows, self.should_stop))
+            numbers = self.memory.fit(lambda rows: self.fast_step(trainees, objective, batch, rows, self.should_stop))
         except Stopped:
             self._interrupt(objective)
         self._window.append((self.step, cells, numbers))

@@ -117,19 +117,42 @@ def last_hidden(model: Any, input_ids: Tensor | None, document_ids: Tensor | Non
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Σ −log p(label) over labels that are not IGNORE, float32 []. hidden: [B, T, C], weight: [V, C], labels: [B, T].
 
-    On CUDA the kernel library's fused linear cross-entropy, which keeps neither logits nor their gradient.
+    The weight is frozen and gets no gradient.
     """
-    if hidden.is_cuda:
-        from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+    return FrozenCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten())
 
-        return fused_linear_cross_entropy_loss(hidden.flatten(0, 1), labels.flatten(), weight, reduction="sum")
 
-    def of_chunk(h: Tensor, wanted: Tensor) -> Tensor:
-        return functional.cross_entropy(
-            functional.linear(h, weight).float(), wanted, ignore_index=IGNORE, reduction="sum"
-        )
+class FrozenCrossEntropy(torch.autograd.Function):
+    """Linear layer and cross-entropy in one, TOKENS_AT_ONCE rows of logits in memory at a time.
 
-    return _sum_of_chunks(of_chunk, hidden.flatten(0, 1), labels.flatten())
+    The gradient by the rows is made beside the loss: two matrix products in all. The kernel libraries' fused form also
+    makes the weight's gradient in float32, frozen or not: 90 of 498 ms of an 8B step on an H200 (results/).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """hidden: [N, C], weight: [V, C], labels: [N] → Σ −log p over labels that are not IGNORE, float32 []."""
+        total = torch.zeros((), device=hidden.device)
+        gradients = []
+        for rows, wanted in zip(hidden.split(TOKENS_AT_ONCE), labels.split(TOKENS_AT_ONCE)):
+            logits = functional.linear(rows, weight).float()
+            counted = (wanted != IGNORE).unsqueeze(1)
+            index = wanted.clamp_min(0).unsqueeze(1)
+            log_total = logits.logsumexp(1, keepdim=True)
+            total = total + ((log_total - logits.gather(1, index)) * counted).sum()
+            if ctx.needs_input_grad[0]:
+                chances = logits.sub_(log_total).exp_().mul_(counted)
+                chances.scatter_add_(1, index, -counted.to(chances.dtype))
+                gradients.append(chances.to(weight.dtype) @ weight)
+        if gradients:
+            ctx.save_for_backward(torch.cat(gradients))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        """The rows' gradient, kept from the forward pass, times the upstream one."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[0].to(gradient.dtype), None, None
 
 
 def kl_sum(hidden: Tensor, target: Tensor, weight: Tensor, counted: Tensor) -> Tensor:

@@ -5,7 +5,8 @@
     golinear bench train --tiny                        a dry run on the CPU, seconds
 
 Random weights, made in the training precision on the device; random tokens. All rows are measured in one process, with the
-same loss: ``full attention`` is the base with every parameter frozen, forward and the backward pass of its activations;
+same loss, compiled layers and recorded steps: ``full attention`` is the base with every parameter frozen, forward and the
+backward pass of its activations;
 several recipes are trained together as ``linear_core.train.train_cells`` does, and their tokens are counted per cell.
 The limit is the ceiling over 4 FLOP per multiplied parameter (forward and activation backward; the embedding is
 only looked up): attention itself and elementwise work are not in it.
@@ -31,13 +32,15 @@ from linear_core.objectives import Sequences, cross_entropy_sum, last_hidden, ma
 from linear_core.optim import NewParameterOptimizer
 from linear_core.recipe import Recipe
 from linear_core.settings import OBJECTIVES, TrainSettings
-from linear_core.step import Trainee, train_step
+from linear_core.speed import EAGER_STEPS, FastStep, Recorded, compiled
+from linear_core.step import Trainee
 
 TINY = Shape(
     family="llama", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=512, tied=False,
     max_positions=4096, rope_theta=1e4, rms_eps=1e-5,
 )  # fmt: skip
 GIB = 1 << 30
+WARM_UP = EAGER_STEPS + 2
 
 
 def run(
@@ -64,7 +67,10 @@ def run(
     full: dict[int, float] = {}
     for length in lengths:
         batch = random_batch(shape, batch_size, length, device)
-        row = measure("full attention", lambda: full_attention_step(model, batch), batch, 1, device, steps)  # noqa: B023
+        whole = lambda sequences: full_attention_step(model, sequences)  # noqa: E731
+        work = Recorded(whole) if device.startswith("cuda") else whole
+        with compiled([model]):
+            row = measure("full attention", lambda: work(batch), batch, 1, device, steps)  # noqa: B023
         full[length] = row["tokens_per_second"]
         yield {**row, "of_limit": full[length] / limit, "times_full": 1.0}
     settings = TrainSettings(tokens=10**9, sequence_length=lengths[0])
@@ -76,8 +82,9 @@ def run(
         batch, chosen = random_batch(shape, batch_size, length, device), make_objective(objective)
         chosen.prepare(models, batch, batch_size)
         name = f"{', '.join(r.name for r in recipes)} ({objective})"
-        step = lambda: train_step(trainees, chosen, batch, batch_size)  # noqa: B023, E731
-        row = measure(name, step, batch, len(trainees), device, steps)
+        fast = FastStep()
+        with compiled(models):
+            row = measure(name, lambda: fast(trainees, chosen, batch, batch_size), batch, len(trainees), device, steps)  # noqa: B023
         rate = row["tokens_per_second"]
         yield {**row, "of_limit": rate / limit, "times_full": rate / full[length]}
 
@@ -94,18 +101,18 @@ def full_attention_step(model: Any, batch: Sequences) -> Tensor:
 def measure(
     what: str, step: Callable[[], Tensor], batch: Sequences, cells: int, device: str, steps: int
 ) -> dict[str, Any]:
-    """Time a step: the first one, two to warm up, then the median of ``steps``."""
+    """Time a step: the first one, some to warm up (and to be recorded), then the median of ``steps``."""
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(steps + 3):
+    for _ in range(steps + WARM_UP):
         started = time.perf_counter()
         step()
         if on_gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-    seconds = statistics.median(times[3:])
+    seconds = statistics.median(times[WARM_UP:])
     return {
         "what": what,
         "sequence_length": batch.labels.shape[1],

@@ -20,8 +20,9 @@ def fused() -> Callable[[Tensor, float], Tensor]:
 
 
 def l2_normalise(x: Tensor) -> Tensor:
-    """x: [..., D] → the same shape and dtype. One fused Triton pass on CUDA (of at least two tokens), else PyTorch."""
-    if x.is_cuda and x.ndim == 4 and x.shape[1] > 1:
+    """x: [..., D] → the same shape and dtype. One fused Triton pass on CUDA (of at least two tokens),
+    else PyTorch, which a compiled layer fuses by itself."""
+    if x.is_cuda and x.ndim == 4 and x.shape[1] > 1 and not torch.compiler.is_compiling():
         return fused()(x.contiguous(), EPSILON)
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)).to(x.dtype)

@@ -260,17 +260,3 @@ def test_base_paths_are_the_base_to_the_bit(recipe):
         got = logits(model, ids, paths="base")
     assert torch.equal(got, logits(base(), ids))
 
-
-@pytest.mark.parametrize("window,sinks", [(56, 8), (64, 0), (200, 130)])
-def test_flex_blocks_hold_the_index_set(window, sinks):
-    """The block list that training on CUDA uses, against the definition (the kernel itself is tested on a GPU)."""
-    from linear_core.exact import flex_blocks
-
-    length = 300
-    blocks = flex_blocks(length, window, sinks, torch.device("cpu"))
-    t = torch.arange(length)
-    behind = t[:, None] - t
-    seen = (behind >= 0) & ((behind < window) | (t < sinks))
-    listed = blocks.to_dense()[0, 0].repeat_interleave(128, 0).repeat_interleave(128, 1)[:length, :length].bool()
-    assert not (seen & ~listed).any()
-    assert torch.equal(blocks.mask_mod(0, 0, t[:, None], t[None]) & listed, seen)
