@@ -32,7 +32,11 @@ def compiled(models: Sequence[Any]) -> Iterator[None]:
     The first layer stays eager: its input wants no gradient, which would be a second compilation for one layer.
     """
     layers = [layer for model in models if model.device.type == "cuda" for layer in model.model.layers[1:]]
-    limits: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": 16 * RECOMPILE_LIMIT}
+    limits: dict[str, Any] = {
+        "recompile_limit": RECOMPILE_LIMIT,
+        "accumulated_recompile_limit": 16 * RECOMPILE_LIMIT,
+        "suppress_errors": True,  # what cannot be compiled runs eagerly, with a warning
+    }
     with torch._dynamo.config.patch(limits):
         for layer in layers:
             layer.compile(dynamic=False)
@@ -49,6 +53,7 @@ class Recorded:
     def __init__(self, work: Callable[[Sequences], Tensor]) -> None:
         self._work = work
         self._seen = 0
+        self._refused = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._stream = torch.cuda.Stream()
 
@@ -57,9 +62,10 @@ class Recorded:
         if self._graph is None and self._seen < EAGER_STEPS:
             self._seen += 1
             return self._beside(batch)
-        if self._graph is None:
+        if self._graph is None and not self._refused:
             self._record(batch)
-        assert self._graph is not None
+        if self._graph is None:
+            return self._beside(batch)
         self._batch.input_ids.copy_(batch.input_ids)
         self._batch.labels.copy_(batch.labels)
         self._graph.replay()
@@ -77,8 +83,17 @@ class Recorded:
         torch.cuda.synchronize()
         self._batch = dataclasses.replace(batch, input_ids=batch.input_ids.clone(), labels=batch.labels.clone())
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._result = self._work(self._batch)
+        try:
+            with torch.cuda.graph(graph):
+                self._result = self._work(self._batch)
+        except torch.OutOfMemoryError:
+            raise  # the caller has a smaller plan
+        except RuntimeError as error:
+            self._refused = True
+            logger.warning(
+                "a step of %s tokens could not be recorded and stays eager: %s", tuple(batch.input_ids.shape), error
+            )
+            return
         self._graph = graph
         logger.info("recorded a step of %s tokens in a CUDA graph", tuple(batch.input_ids.shape))
 

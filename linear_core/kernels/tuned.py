@@ -32,7 +32,7 @@ def use_tuned_kernels() -> Path | None:
     if folder is None or not folder.is_dir():
         return None
     os.environ.setdefault("FLA_CONFIG_DIR", str(folder))
-    os.environ.setdefault("FLA_CACHE_MODE", "full")
+    os.environ.setdefault("FLA_CACHE_MODE", "fuzzy")  # sizes may differ, types not: others are autotuned
     return Path(os.environ["FLA_CONFIG_DIR"])
 
 
