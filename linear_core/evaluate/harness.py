@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 Request = tuple[Any, list[int], list[int]]  # what was asked, context tokens, continuation tokens
 START_TOKENS = {"cpu": 2048, "cuda": 65536}  # tokens of a first batch; grows on CUDA until it does not fit
 CPU_BATCH_BYTES = 2 << 30
+INNER_ROWS = 64  # shared segments whose states are alive together
 
 
 class TruncationError(ValueError):
@@ -148,7 +149,7 @@ class PrefixLM(TemplateLM):
         sums, greedy = [0.0] * len(requests), [True] * len(requests)
         progress = Progress("scoring", num_tokens(trees))
         scorer = _Scorer(self, requests, wanted, sums, greedy, progress)
-        scorer.run(trees, None)
+        scorer.run(trees, None, [0] * len(trees))
         return list(zip(sums, greedy))
 
     def _check_length(self, num: int, what: str) -> None:
@@ -159,15 +160,21 @@ class PrefixLM(TemplateLM):
 
     # batches
 
-    def batches(self, lengths: Sequence[int], past: int = 0) -> Iterator[slice]:
+    @property
+    def inner_rows(self) -> int:
+        """Shared segments that are run in one batch: one where caches grow, and on the CPU, where pads only cost."""
+        return INNER_ROWS if self.runner.stateful and self.runner.device.type == "cuda" else 1
+
+    def batches(self, lengths: Sequence[int], past: int = 0, most: int | None = None) -> Iterator[slice]:
         """Slices of rows sorted by length, longest first; reads the budget anew for each: a back-off takes effect."""
         first = 0
         while first < len(lengths):
-            most = self.rows or max(1, self.budget // lengths[first])
+            rows = self.rows or max(1, self.budget // lengths[first])
             if self.runner.device.type == "cpu":
-                most = min(most, max(1, CPU_BATCH_BYTES // self.runner.row_bytes(past + lengths[first])))
-            yield slice(first, first + most)
-            first += most
+                rows = min(rows, max(1, CPU_BATCH_BYTES // self.runner.row_bytes(past + lengths[first])))
+            rows = min(rows, most or rows, len(lengths) - first)
+            yield slice(first, first + rows)
+            first += rows
 
     def guarded(self, run: Callable[[slice], None], part: slice, length: int) -> None:
         """Runs a batch; halves it, and the budget for later ones, as long as it does not fit in memory."""
@@ -221,7 +228,6 @@ class PrefixLM(TemplateLM):
                 progress.add(len(chosen))
 
             for part in self.batches(lengths):
-                part = slice(part.start, min(part.stop, len(numbers)))
                 self.guarded(run, part, lengths[part.start])
         return texts
 
@@ -293,28 +299,52 @@ class _Scorer:
             progress,
         )
 
-    def run(self, nodes: list[Node], cache: Any) -> None:
-        """All nodes below one parent, whose tokens are in ``cache`` (None: none): leaves in batches, then the rest."""
-        leaves = sorted((n for n in nodes if not n.children), key=lambda n: -len(n.tokens))
+    def run(self, nodes: list[Node], cache: Any, rows: list[int]) -> None:
+        """All of ``nodes``; the tokens before node i are in row ``rows[i]`` of ``cache`` (None: there are none).
 
-        def batch(part: slice) -> None:
-            self._forward(leaves[part], cache and self.lm.runner.fork(cache, len(leaves[part])))
+        Leaves go in batches, longest first. Shared segments too where a cache's rows need not be of one length: a state
+        is of one size after any number of tokens, so that the leaves of several prefixes fill one batch.
+        """
+        order = sorted(range(len(nodes)), key=lambda i: -len(nodes[i].tokens))
+        leaves = [i for i in order if not nodes[i].children]
+        inner = [i for i in order if nodes[i].children]
+        lengths = [len(nodes[i].tokens) for i in leaves]
 
-        for part in self.lm.batches([len(n.tokens) for n in leaves], past=leaves[0].start if leaves else 0):
-            part = slice(part.start, min(part.stop, len(leaves)))
-            self.lm.guarded(batch, part, len(leaves[part.start].tokens))
-        for node in nodes:
-            if node.children:
-                own = self.lm.runner.fork(cache, 1) if cache else self.lm.runner.new_cache(1)
-                self._forward([node], own)
-                self.run(node.children, own)
+        def leaf_batch(part: slice) -> None:
+            chosen = leaves[part]
+            own = None if cache is None else self.lm.runner.select(cache, [rows[i] for i in chosen])
+            self._forward([nodes[i] for i in chosen], own)
+
+        for part in self.lm.batches(lengths, past=nodes[leaves[0]].start if leaves else 0):
+            self.lm.guarded(leaf_batch, part, lengths[part.start])
+
+        ready: list[tuple[list[int], Any]] = []
+
+        def inner_batch(part: slice) -> None:
+            chosen = inner[part]
+            runner = self.lm.runner
+            own = runner.new_cache(len(chosen)) if cache is None else runner.select(cache, [rows[i] for i in chosen])
+            self._forward([nodes[i] for i in chosen], own)
+            ready.append((chosen, own))
+
+        lengths = [len(nodes[i].tokens) for i in inner]
+        for part in self.lm.batches(lengths, most=self.lm.inner_rows):
+            self.lm.guarded(inner_batch, part, lengths[part.start])
+            while ready:
+                chosen, own = ready.pop()
+                below = [(child, row) for row, i in enumerate(chosen) for child in nodes[i].children]
+                self.run([child for child, _ in below], own, [row for _, row in below])
+                del own
 
     def _forward(self, nodes: list[Node], cache: Any) -> None:
         """One forward pass over the segments of ``nodes``, padded on the right, and the scores that it settles."""
-        width = max(len(n.tokens) for n in nodes)
-        tokens = torch.tensor(
-            [[*n.tokens, *[0] * (width - len(n.tokens))] for n in nodes], device=self.lm.runner.device
-        )
+        lengths = [len(n.tokens) for n in nodes]
+        width = max(lengths)
+        device = self.lm.runner.device
+        tokens = torch.tensor([[*n.tokens, *[0] * (width - len(n.tokens))] for n in nodes], device=device)
+        mask = None
+        if nodes[0].children and min(lengths) < width:  # what is kept for others must not hold pads
+            mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long().to(device)
         asked = [(row, request) for row, node in enumerate(nodes) for request in self._requests(node)]
         rows: list[int] = []
         columns: list[int] = []
@@ -335,7 +365,7 @@ class _Scorer:
                 targets.append(continuation[position - len(context) + 1])
                 owners.append(number)
         if rows:
-            logits = self.lm.runner.logits(tokens, at=(rows, columns), cache=cache)
+            logits = self.lm.runner.logits(tokens, at=(rows, columns), cache=cache, mask=mask)
             pick = torch.tensor(picks, device=logits.device)
             target = torch.tensor(targets, device=logits.device)
             best = logits.argmax(-1)[pick] == target
@@ -344,8 +374,8 @@ class _Scorer:
                 self.sums[number] += value
                 self.greedy[number] &= hit
         else:
-            self.lm.runner.prefill(tokens, cache)
-        count = sum(len(n.tokens) for n in nodes)
+            self.lm.runner.prefill(tokens, cache, mask)
+        count = sum(lengths)
         self.lm.tokens_forwarded += count
         self.progress.add(count)
 

@@ -45,20 +45,23 @@ class Runner:
 
         return DynamicCache(config=self.model.config)
 
-    def fork(self, cache: Any, rows: int) -> Any:
-        """``rows`` copies of a cache of one row, as one cache; the original stays as it is."""
-        forked = copy.copy(cache)
-        forked.layers = [copy.copy(layer) for layer in cache.layers]
-        index = torch.zeros(rows, dtype=torch.long, device=self.device)
-        for layer in forked.layers:
+    def select(self, cache: Any, rows: list[int]) -> Any:
+        """A cache whose row i is a copy of row ``rows[i]``; the original stays as it is.
+
+        Only where ``stateful`` may ``cache`` have more than one row: growing layers hold rows of one length.
+        """
+        selected = copy.copy(cache)
+        selected.layers = [copy.copy(layer) for layer in cache.layers]
+        index = torch.tensor(rows, device=self.device)
+        for layer in selected.layers:
             if getattr(layer, "keys", None) is not None:  # a growing layer
-                layer.keys = layer.keys.expand(rows, -1, -1, -1)  # a view: the first update makes the copy
-                layer.values = layer.values.expand(rows, -1, -1, -1)
+                layer.keys = layer.keys.expand(len(rows), -1, -1, -1)  # a view: the first update makes the copy
+                layer.values = layer.values.expand(len(rows), -1, -1, -1)
             else:
                 layer.batch_select_indices(index)
         if self.linearized:
-            forked.positions = cache.positions.expand(rows)
-        return forked
+            selected.positions = cache.positions[index]
+        return selected
 
     def row_bytes(self, num_tokens: int) -> int:
         """Bytes of cache and activations that one row of this many tokens takes in a forward pass, roughly."""
@@ -85,7 +88,8 @@ class Runner:
                mask: Tensor | None = None) -> Tensor:  # fmt: skip
         """Logits [N, V] float32 after the tokens ``at`` = (rows, columns), or after each row's last column when None.
 
-        tokens: [B, T]; cache: takes the tokens in; mask: [B, past + T] of 0 and 1 where rows are padded on the left.
+        tokens: [B, T]; cache: takes the tokens in; mask: of 0 and 1 where rows are padded: [B, past + T] on the left; [B, T] on
+        the right only where ``stateful``.
         """
         keep: dict[str, Any] = {"logits_to_keep": 1} if at is None else {}
         if cache is not None:
@@ -101,7 +105,6 @@ class Runner:
             out = self.model(input_ids=tokens, **keep, **self.switches).logits
         return out.flatten(0, 1).float()
 
-    @torch.inference_mode()
-    def prefill(self, tokens: Tensor, cache: Any) -> None:
-        """Takes tokens [B, T] into the cache, with the logits of no position but the last."""
-        self.logits(tokens, at=([0], [tokens.shape[1] - 1]), cache=cache)
+    def prefill(self, tokens: Tensor, cache: Any, mask: Tensor | None = None) -> None:
+        """Takes tokens [B, T] into the cache, with the logits of a single position."""
+        self.logits(tokens, at=([0], [0]), cache=cache, mask=mask)

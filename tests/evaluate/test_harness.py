@@ -13,9 +13,11 @@ from linear_core.evaluate.harness import PrefixLM, TruncationError
 from linear_core.recipe import Recipe
 
 SHOTS = "Question: is two even?\nAnswer: yes\n\nQuestion: is three even?\nAnswer: no\n\n"
+STORY = "Once upon a time there was a house with a garden, and in the garden lived a dog that knew two names:"
 PAIRS = [
     *((f"{SHOTS}Question: {q}?\nAnswer:", c) for q in ("is nine odd", "is a cat a dog", "why") for c in (" yes", " no", " yes no")),
     ("An unrelated and rather longer context, which shares nothing with the others", " at all"),
+    *((f"{STORY} {a} and", f" {b}.") for a in ("Ann", "the other dog") for b in ("Bob", "so on", "on")),
     ("trailing spaces  ", "stay with the continuation"),
     ("", "a text without a context"),
     (SHOTS, "Question"),
@@ -59,6 +61,25 @@ def test_log_likelihoods_are_those_of_hflm(model, tokenizer, batch_size, min_sav
         torch.tensor([a for a, _ in ours]), torch.tensor([a for a, _ in theirs]), atol=1e-4, rtol=0
     )
     assert lm.tokens_forwarded <= lm.tokens_asked
+
+
+@pytest.mark.parametrize("recipe", ["gdn", "gla, pure"])
+def test_states_of_prefixes_of_several_lengths_share_a_batch(tiny, tokenizer, monkeypatch, recipe):
+    """What CUDA does with constant-size states: shared segments padded into one batch, leaves of all of them into one."""
+    monkeypatch.setattr(PrefixLM, "inner_rows", 8)
+    converted = convert(copy.deepcopy(tiny), RECIPES[recipe])
+    shapes = []
+    handle = converted.register_forward_pre_hook(
+        lambda _, __, k: shapes.append(tuple(k["input_ids"].shape)), with_kwargs=True
+    )
+    ours = PrefixLM(converted, tokenizer, min_saving=16).loglikelihood(asked("loglikelihood", PAIRS))
+    handle.remove()
+    alone = PrefixLM(converted, tokenizer, batch_size=1, min_saving=10**9).loglikelihood(asked("loglikelihood", PAIRS))
+    assert [b for _, b in ours] == [b for _, b in alone]
+    torch.testing.assert_close(
+        torch.tensor([a for a, _ in ours]), torch.tensor([a for a, _ in alone]), atol=1e-4, rtol=0
+    )
+    assert max(rows for rows, width in shapes if width > 90) == 2, "both shared prefixes at once"
 
 
 def test_shared_prefixes_are_run_once(tiny, tokenizer):
