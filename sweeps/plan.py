@@ -129,13 +129,13 @@ class _Decider:
         self.sweep, self.machine, self.placement, self.known = sweep, machine, placement, known
         self.bases: dict[str, BaseModel] = {base: resolve(base) for base in sweep.bases}
         self.missing = {b: why_not_at_hand(model) if machine.is_here else "" for b, model in self.bases.items()}
-        self.wanted = [(i, source.reason == "") for i, source in enumerate(sweep.task_sources)]
+        self.available = {task for task, source in zip(sweep.tasks, sweep.task_sources) if not source.reason}
 
     def __call__(self, cell: Cell) -> PlanItem:
         key = cell.train_key
         state = self.known.states.get(key) or queries.CellState()
         keys = self.sweep.score_keys(cell)
-        tasks = tuple(keys[i] for i, available in self.wanted if available and keys[i][1] not in self.known.scored)
+        tasks = tuple((t, k) for t, k in keys if t in self.available and k not in self.known.scored)
         train = not cell.is_base and not state.published
         item = PlanItem(cell=cell, key=key, action="run", train=train, tasks=tasks)
         if not train and not tasks:

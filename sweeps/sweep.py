@@ -45,11 +45,15 @@ class Sweep:
         return tuple(dict.fromkeys(cell.base for cell in self.cells))
 
     def score_keys(self, cell: Cell) -> tuple[tuple[TaskSpec, str], ...]:
-        """Each task with the key of its scores on this cell. The sweep must be pinned."""
+        """Each task that applies to this cell, with the key of its scores. The sweep must be pinned."""
         return tuple(
             (task, cell.score_key(task, source=source.source, harness=source.harness))
             for task, source in zip(self.tasks, self.task_sources, strict=True)
+            if applies(task, cell)
         )
+
+    def source_of(self, task: TaskSpec) -> TaskSource:
+        return self.task_sources[self.tasks.index(task)]
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "cells": [cell.to_dict() for cell in self.cells]}
@@ -64,6 +68,11 @@ class Sweep:
             source=data["source"],
             task_sources=tuple(TaskSource(**source) for source in data["task_sources"]),
         )
+
+
+def applies(task: TaskSpec, cell: Cell) -> bool:
+    """Whether a task asks anything of a cell: attribution needs a state to attribute to."""
+    return task.name != "attribution" or cell.recipe.mechanism not in ("softmax", "none")
 
 
 def with_tasks(sweep: Sweep, tasks: Iterable[TaskSpec]) -> Sweep:

@@ -26,7 +26,8 @@ MEASURED, MISSING = "measured", "missing"
 CACHE_LENGTH = 32768  # tokens at which cache bytes are compared
 WHOLE = ("seed", "length", "limit", "shots", "task_seed", "samples", "tokens", "sequence_length", "batch_size",
          "warmup_steps", "new_parameters", "cache_bytes")  # fmt: skip
-LOSSES = ("perplexity", "kl", "bits", "loss", "nmse")  # metrics with these in their name: lower is better
+PER_CENT = ("acc", "acc_norm", "top1")  # shares of items, shown in per cent; all other metrics as they are
+HIGHER = (*PER_CENT, "state_nats")  # what the state saves; of every other metric (perplexities, kl) less is better
 
 
 def frame(store: Store, sweep: Sweep) -> pd.DataFrame:
@@ -45,7 +46,8 @@ def frame(store: Store, sweep: Sweep) -> pd.DataFrame:
     rows: list[Record] = []
     for cell in sweep.cells:
         common = _axes(cell) | _provenance(origin.get(cell.train_key, {}))
-        for (task, score_key), source in zip(sweep.score_keys(cell), sweep.task_sources):
+        for task, score_key in sweep.score_keys(cell):
+            source = sweep.source_of(task)
             got = {score.metric: score for score in found.get(score_key, [])}
             why = source.reason or failed.get(cell.train_key) or "not measured yet"
             names = dict.fromkeys([*got, *metrics[task]])
@@ -156,12 +158,11 @@ class Column:
 
     @property
     def higher_is_better(self) -> bool:
-        return not any(word in self.metric for word in LOSSES)
+        return self.metric.split(".")[0] in HIGHER
 
     @property
     def scale(self) -> float:
-        """Accuracies are shown in per cent, losses as they are."""
-        return 100.0 if self.higher_is_better else 1.0
+        return 100.0 if self.metric.split(".")[0] in PER_CENT else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +249,9 @@ def _columns(records: Sequence[Record], all_metrics: bool) -> tuple[Column, ...]
 
 
 def _titled(columns: Sequence[Column]) -> tuple[Column, ...]:
-    """Short titles: the task; its metric, limit and source only where two columns would read alike."""
-    titles = [column.spec.label for column in columns]
+    """Short titles: the task, its metric when it is no accuracy; limit and source only where two would read alike."""
+    plain = ("acc", "acc_norm")
+    titles = [c.spec.label if c.metric in (*plain, c.spec.name) else f"{c.spec.label} {c.metric}" for c in columns]
     for extra in (
         lambda c: c.metric,
         lambda c: f"limit {c.spec.limit}",
@@ -319,11 +321,14 @@ def _entry(asked: Sequence[Record], column: Column) -> Entry:
 
 
 def _against(row: Row, base: Row | None) -> Row:
-    """A row with its gaps to the base model; a value whose base value is missing is not shown."""
+    """A row with its gaps to the base model; a value whose base value is missing is not shown.
+
+    A task that the base model was not asked for, since it says nothing of it (attribution), has no gap.
+    """
     entries = {}
     for column, entry in row.entries.items():
         reference = None if base is None or column not in base.entries else base.entries[column].value
-        if entry.value is None:
+        if entry.value is None or (base is not None and column not in base.entries):
             entries[column] = entry
         elif reference is None:
             note = "measured, but not shown until its base model is"

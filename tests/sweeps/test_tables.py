@@ -77,6 +77,25 @@ def test_nothing_converted_is_shown_without_its_base(store: Store) -> None:
     assert shown and shown.value is None and "not shown until its base model is" in shown.note
 
 
+def test_attribution_is_shown_without_a_gap_and_asked_only_where_there_is_a_state(store: Store) -> None:
+    sweep = pinned(ablation("smollm2-135m", "gdn,none", tasks="agreement,attribution"))
+    found = {"agreement": [("top1", 0.9), ("kl", 0.3)], "attribution": [("state_nats", 0.2), ("exact", 50.0)]}
+    for cell in sweep.cells:
+        taken = store.claim(cell.train_key, new_holder())
+        assert taken
+        for task, key in sweep.score_keys(cell):
+            store.put_scores(taken, key, [score(task, value, metric) for metric, value in found[task.name]])
+        store.finish(taken)
+    table = tables.summary(tables.frame(store, sweep))
+    assert [column.title for column in table.columns] == ["agreement top1", "attribution state_nats"]
+    gdn = entry(table, "gdn 56+8", "attribution state_nats")
+    assert gdn and (gdn.value, gdn.gap) == (0.2, None)
+    assert entry(table, "base", "attribution state_nats") is None is entry(table, "none 56+8", "attribution state_nats")
+    every = tables.summary(tables.frame(store, sweep), all_metrics=True)
+    arrows = {column.title: column.higher_is_better for column in every.columns}
+    assert arrows == {"agreement top1": True, "agreement kl": False, "attribution state_nats": True, "attribution exact": False}
+
+
 def test_settings_sources_and_limits_are_never_merged(store: Store) -> None:
     faster = pinned(ablation("smollm2-135m", "gdn", tasks="mmlu", train=TrainSettings(learning_rate=1e-2)))
     limited = pinned(ablation("smollm2-135m", "gdn", tasks="mmlu:10"))
