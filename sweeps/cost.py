@@ -36,6 +36,7 @@ START_SECONDS = 20.0  # a process, its imports and kernels, once a group
 # documents and mean tokens of a prompt with prefix reuse, for time estimates only
 TASK_TOKENS = {"mmlu": (14042, 112), "lambada_openai": (5153, 85), "hellaswag": (10042, 400), "piqa": (1838, 120),
                "arc_easy": (2376, 160), "arc_challenge": (1172, 180), "winogrande": (1267, 60)}  # fmt: skip
+OWN_PASSES = {"perplexity": 1, "agreement": 2, "attribution": 4}  # forwards over the held-out text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +194,8 @@ def task_seconds(shape: Shape, task: TaskSpec, machine: Machine) -> float:
     """Time to score one task: 2 FLOP per multiplied parameter and prompt token."""
     multiplied = shape.layers * shape.layer_parameters + shape.vocab * shape.hidden
     documents, length = TASK_TOKENS.get(task.name, (500, 1024))
-    if task.name in ("perplexity", "agreement", "kl"):
-        documents, length = task.limit or 100_000, 1
+    if task.name in OWN_PASSES:
+        documents, length = task.limit or 100_000, OWN_PASSES[task.name]
     elif task.length:
         documents, length = min(500, task.limit or 500), task.length
     elif task.limit:

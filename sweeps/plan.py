@@ -16,7 +16,7 @@ from sweeps import cost, queries, retries
 from sweeps.cell import Cell, Placement
 from sweeps.cost import GIB, Machine
 from sweeps.store import Claim, Store
-from sweeps.sweep import Sweep, pin
+from sweeps.sweep import Sweep, applies, pin
 from sweeps.weights import why_not_at_hand
 
 ACTIONS = ("run", "resume", "skip", "wait", "refuse")
@@ -129,7 +129,9 @@ class _Decider:
         self.sweep, self.machine, self.placement, self.known = sweep, machine, placement, known
         self.bases: dict[str, BaseModel] = {base: resolve(base) for base in sweep.bases}
         self.missing = {b: why_not_at_hand(model) if machine.is_here else "" for b, model in self.bases.items()}
-        self.available = {task for task, source in zip(sweep.tasks, sweep.task_sources) if not source.reason}
+        self.available = {
+            task for task, source in zip(sweep.tasks, sweep.task_sources) if not (source.reason and machine.is_here)
+        }
 
     def __call__(self, cell: Cell) -> PlanItem:
         key = cell.train_key
@@ -182,6 +184,19 @@ class _Decider:
             rate = rate or cost.tokens_per_second(shape, cell.train, self.machine, self.placement)
             seconds += max(0, cell.train.tokens - resume_tokens) / rate
         return seconds
+
+
+def gpu_hours(sweep: Sweep, machine: Machine) -> float:
+    """Of a whole sweep on one GPU a cell, nothing done yet: from shapes alone, without keys, weights, text or a store."""
+    placement = Placement(num_gpus=1)
+    shapes = {base: resolve(base).shape for base in sweep.bases}
+    seconds = cost.START_SECONDS * len(shapes)
+    for cell in sweep.cells:
+        shape = shapes[cell.base]
+        seconds += sum(cost.task_seconds(shape, task, machine) for task in sweep.tasks if applies(task, cell))
+        if cell.train is not None:
+            seconds += cell.train.tokens / cost.tokens_per_second(shape, cell.train, machine, placement)
+    return seconds / 3600
 
 
 def _refusal(plan: Plan, store_url: str, max_gpu_hours: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
@@ -45,17 +46,19 @@ def plan(
     gpus: int = typer.Option(None, help="GPUs of a cell; default: one where there is one"),
     machine: str = typer.Option("here", help="plan for another machine, e.g. 8xh200"),
     max_gpu_hours: float = typer.Option(None, help="refuse what would take more"),
+    price: float = typer.Option(None, help="of one GPU for an hour, to be told the cost"),
     json: bool = JSON,
     **request: Any,
 ) -> None:
     """What a sweep would do, cell by cell, before anything starts: run, resume, skip, wait or refuse."""
     from sweeps.cost import Machine
+    from sweeps.parameters import number
     from sweeps.plan import Placement, make_plan
     from sweeps.request import build
     from sweeps.store import Store
 
     sweep = build(grid, **request)
-    there = Machine.parse(machine)
+    there = dataclasses.replace(Machine.parse(machine), price=None if price is None else number(price, "price"))
     placement = None if gpus is None else Placement(num_gpus=gpus)
     made = make_plan(sweep, Store(), there, placement, max_gpu_hours=max_gpu_hours)
     if json:
@@ -89,18 +92,27 @@ def show_plan(made: Plan) -> None:
 
 
 def grids(json: bool = JSON) -> None:
-    """The grids, what each shows, and how many cells it has."""
+    """The grids: what each shows, how many cells it has, and what it takes on an H200."""
     from rich.table import Table
 
+    from sweeps.cost import Machine
     from sweeps.grids import GRIDS
+    from sweeps.plan import gpu_hours
+    from sweeps.request import build
 
-    listed = [{"grid": name, "shows": (function.__doc__ or "").splitlines()[0]} for name, function in GRIDS.items()]
+    h200 = Machine.parse("1xh200")
+    listed: list[dict[str, Any]] = []
+    for name, grid in GRIDS.items():
+        sweep = build(name)
+        hours = round(gpu_hours(sweep, h200), 2)
+        shows = (grid.__doc__ or "").splitlines()[0]
+        listed.append({"grid": name, "cells": len(sweep.cells), "h200_hours": hours, "models": sweep.bases, "shows": shows})
     if json:
         console.print_json(data=listed)
         return
-    rows = Table("grid", "shows", box=None)
-    for grid in listed:
-        rows.add_row(grid["grid"], grid["shows"])
+    rows = Table("grid", "cells", "H200 hours", "shows", box=None)
+    for row in listed:
+        rows.add_row(row["grid"], str(row["cells"]), f"{row['h200_hours']:.1f}", row["shows"])
     console.print(rows)
 
 

@@ -10,7 +10,9 @@ import pytest
 from linear_core.evaluate.tasks import check_task
 from linear_core.settings import TrainSettings
 from sweeps import parameters, published
+from sweeps.cost import Machine
 from sweeps.grids import GRIDS, ablation, join, past_paper, table1
+from sweeps.plan import gpu_hours
 from sweeps.sweep import Sweep
 
 
@@ -105,6 +107,7 @@ def test_every_grid_has_the_cells_of_its_published_table() -> None:
         assert sweep.name == name and {cell.base for cell in sweep.cells} == {"smollm2-135m"} and grid.__doc__
         for task in sweep.tasks:
             check_task(task)
+        assert 0 < gpu_hours(sweep, Machine.parse("h200")) < 5, "small on the smallest model"
 
 
 def test_grids_take_other_models_axes_and_settings() -> None:
