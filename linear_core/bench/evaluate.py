@@ -30,11 +30,11 @@ def run(model: Any, tokenizer: Any, tasks: Sequence[Any], *, only_ours: bool = F
     log-likelihood), other_answers (greedy flags or texts that differ).
     """
     from linear_core.evaluate.harness import PrefixLM
-    from linear_core.evaluate.measures import all_found, load_tasks, quiet
+    from linear_core.evaluate.measures import all_found, load_tasks, tamed
     from linear_core.evaluate.tasks import TASKS, sample_items
 
     for task in tasks:
-        with quiet():
+        with tamed():
             loaded = load_tasks(task, tokenizer)
             limit = task.limit if TASKS[task.name].kind != "ruler" else None
             chosen = sample_items({name: len(each.eval_docs) for name, each in loaded.items()}, limit, task.seed)
