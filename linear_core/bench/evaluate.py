@@ -23,11 +23,13 @@ from linear_core.models import load, load_tokenizer, resolve
 from linear_core.recipe import Recipe
 
 
-def run(model: Any, tokenizer: Any, tasks: Sequence[Any], *, only_ours: bool = False) -> Iterator[dict[str, Any]]:
+def run(
+    model: Any, tokenizer: Any, tasks: Sequence[Any], *, part: str = "", only_ours: bool = False
+) -> Iterator[dict[str, Any]]:
     """Two rows a task, HFLM's and ours. tasks: TaskSpecs of the harness's kinds.
 
-    Rows: task, what, seconds, items, tokens_asked and tokens_forwarded (ours), times_hflm, largest_difference (of a
-    log-likelihood), other_answers (greedy flags or texts that differ).
+    part: only subtasks with this in their name. Rows: task, what, seconds, items, tokens_asked and tokens_forwarded
+    (ours), times_hflm, largest_difference (of a log-likelihood), other_answers (greedy flags or texts that differ).
     """
     from linear_core.evaluate.harness import PrefixLM
     from linear_core.evaluate.measures import all_found, load_tasks, tamed
@@ -35,7 +37,7 @@ def run(model: Any, tokenizer: Any, tasks: Sequence[Any], *, only_ours: bool = F
 
     for task in tasks:
         with tamed():
-            loaded = load_tasks(task, tokenizer)
+            loaded = {name: each for name, each in load_tasks(task, tokenizer).items() if part in name}
             limit = task.limit if TASKS[task.name].kind != "ruler" else None
             chosen = sample_items({name: len(each.eval_docs) for name, each in loaded.items()}, limit, task.seed)
             for name, items in chosen.items():
@@ -94,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parameters", default="", help="trained new parameters of that recipe (safetensors)")
     parser.add_argument("--tasks", default="mmlu,lambada_openai", help="comma-separated")
     parser.add_argument("--limit", type=int, help="items a task")
+    parser.add_argument("--part", default="", help="only subtasks with this in their name, e.g. anatomy of mmlu")
     parser.add_argument("--length", type=int, default=1024, help="of RULER prompts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="", help="float32 or bfloat16; default: bfloat16 on CUDA")
@@ -116,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = convert(model, Recipe.parse(options.recipe)).eval()
         if options.parameters:
             load_new_parameters(model, options.parameters)
-    rows = list(run(model, tokenizer, specs, only_ours=options.only_ours))
+    rows = list(run(model, tokenizer, specs, part=options.part, only_ours=options.only_ours))
     show(f"Evaluation of {options.model} {options.recipe}", rows, device=options.device, output=options.output)
     return 0
 

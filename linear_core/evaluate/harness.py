@@ -246,6 +246,7 @@ class PrefixLM(TemplateLM):
         self.tokens_asked += sum(map(len, prompts))
         for step in range(most):
             new = self.runner.logits(tokens, cache=cache, mask=mask if padded else None).argmax(-1)
+            padded &= not self.runner.stateful  # pads never entered the state
             keep = []
             for i, (row, token) in enumerate(zip(alive, new.tolist())):
                 ended = token == self.eot_token_id

@@ -95,10 +95,12 @@ def score_harness(
         switches=switches,
         settled=all_found if known.kind == "ruler" else None,
     )
+    everything = all(len(items) == sizes[name] for name, items in chosen.items())
     try:
         with tamed():
             out = evaluate(
-                lm=lm, task_dict={"tasks": {name: loaded[name] for name in chosen}}, samples=chosen,
+                lm=lm, task_dict={"tasks": {name: loaded[name] for name in chosen}},
+                samples=None if everything else chosen,
                 bootstrap_iters=0, log_samples=True,
             )  # fmt: skip
     except TruncationError as error:

@@ -138,6 +138,25 @@ def test_out_of_memory_halves_the_batch_and_changes_no_answer(tiny, tokenizer):
     )
 
 
+def test_a_tokenizer_that_adds_bos_adds_it_once(tiny, tokenizer):
+    """Also before a text that brings its own, as HFLM does: twice is another prompt (lm-eval#1586)."""
+    from tokenizers.processors import TemplateProcessing
+
+    started = copy.deepcopy(tokenizer)
+    started.add_special_tokens({"bos_token": "<s>"})
+    bos = started.bos_token_id
+    started.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    pairs = [("one two", " three"), ("<s>one two", " three"), ("", "<s>one"), ("", "one")]
+    lm = PrefixLM(tiny, started)
+    assert [tokens.count(bos) for tokens in lm._encode(["one two", "<s>one two"])] == [1, 1]
+    ours = lm.loglikelihood(asked("loglikelihood", pairs))
+    theirs = HFLM(pretrained=tiny, tokenizer=started).loglikelihood(asked("loglikelihood", pairs), disable_tqdm=True)
+    assert ours[0] == ours[1]
+    torch.testing.assert_close(
+        torch.tensor([a for a, _ in ours]), torch.tensor([a for a, _ in theirs]), atol=1e-4, rtol=0
+    )
+
+
 def test_a_prompt_is_never_cut(tiny, tokenizer):
     lm = PrefixLM(tiny, tokenizer, max_length=64)
     with pytest.raises(TruncationError, match=r"65 tokens.*64 positions"):
