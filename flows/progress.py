@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,9 +24,11 @@ class Progress:
         self.tracker, self.store, self.claim, self.run_id = tracker, store, claim, run_id
         self._line_at = time.monotonic()
         self._checkpoint = 0
+        self._curve_from = 0  # tokens seen at the first row that this attempt logged
 
     def __call__(self, said: dict[str, Any]) -> None:
         if rows := said.get("rows"):
+            self._curve_from = self._curve_from or rows[0]["tokens_seen"]
             self.tracker.log_curve(self.run_id, rows)
         if (saved := said.get("checkpoint_tokens") or 0) > self._checkpoint:
             self._checkpoint = saved
@@ -37,9 +40,18 @@ class Progress:
     def trained(self, cell: Cell, provenance: dict[str, Any]) -> None:
         """The end of training, in a line and in MLflow."""
         self.tracker.log_trained(self.run_id, cell, provenance)
+        self.tracker.log_curve(self.run_id, self._earlier_rows())
         loss = provenance["training"].get("loss")
         shown = "" if loss is None else f", loss {loss:.3f}"
         self.say(f"{self.label}: trained in {provenance['train_seconds']:.1f} s{shown}")
+
+    def _earlier_rows(self) -> list[dict[str, Any]]:
+        """Rows of the curve from attempts before this one, so that every finished run shows the whole curve."""
+        path = self.store.folder(self.claim) / "curve.jsonl"
+        if not path.exists():  # written on another node
+            return []
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return [row for row in rows if not self._curve_from or row["tokens_seen"] < self._curve_from]
 
     def scored(self, scores: Iterable[Score]) -> None:
         """What came out, in a line."""
