@@ -19,8 +19,3 @@ def database_url() -> str:
 def tracking_uri() -> str:
     """MLflow store: ``MLFLOW_TRACKING_URI``, else SQLite under ``home()``."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
-
-
-def work_folder(train_key: str) -> Path:
-    """Checkpoints of one cell, the same in every attempt, so that a killed cell goes on where it was."""
-    return home() / "work" / train_key
