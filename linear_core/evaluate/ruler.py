@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NEEDLES = "lm_eval.tasks.ruler.prepare_niah"
+MOST_KEPT = 16  # sets of samples kept in a process, the oldest goes first
 HARNESS_SAMPLES = 500  # what lm-eval makes at any length
 _made: dict[Any, list[dict[str, Any]]] = {}
 _lock = threading.Lock()
@@ -46,7 +47,7 @@ def samples(task: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> list[dict[str
     Raises LengthError when no prompt of this length can be made.
     """
     most = min(task.limit or HARNESS_SAMPLES, HARNESS_SAMPLES)
-    key = (task.name, task.length, task.seed, most, id(tokenizer), tuple(task_files(TASKS[task.name]) or ()))
+    key = (task.name, task.length, task.seed, most, tokenizer, tuple(task_files(TASKS[task.name]) or ()))
     with _lock:  # the generators draw from the global random streams
         if key not in _made:
             asked, rows = most, _make(task, tokenizer, most)
@@ -54,6 +55,8 @@ def samples(task: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> list[dict[str
             while len(rows) < most and asked < HARNESS_SAMPLES and not task.name.startswith("qa"):
                 asked = min(2 * asked, HARNESS_SAMPLES)
                 rows = _make(task, tokenizer, asked)
+            while len(_made) >= MOST_KEPT:
+                del _made[next(iter(_made))]
             _made[key] = rows[:most]
         return _made[key]
 
