@@ -78,8 +78,8 @@ def show_plan(made: Plan) -> None:
     for item in made.items:
         action = f"[{colours[item.action]}]{item.action}[/]"
         busy = item.action in ("run", "resume")
-        cost = (f"{item.seconds / 60:.1f}", f"{item.memory / 2**30:.1f}") if busy else ("", "")
-        rows.add_row(item.cell.label, action, item.reason, *cost)
+        spent = (f"{item.seconds / 60:.1f}", f"{item.memory / 2**30:.1f}") if busy else ("", "")
+        rows.add_row(item.cell.label, action, item.reason, *spent)
     console.print(rows)
     for label, reason in made.sweep.left_out:
         console.print(f"left out: {label}: {reason}", markup=False, style="dim")
