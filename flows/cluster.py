@@ -36,6 +36,7 @@ def cluster() -> Iterator[Capacity]:
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         "_node_ip_address": "127.0.0.1",
+        "_system_config": {"worker_niceness": 0},  # 15 by default: a loaded machine would starve the training
     }
     ray.init(**({"address": address} if address else own), log_to_driver=False, logging_level=logging.ERROR)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -12,7 +13,8 @@ import typer
 from sweeps.commands.console import Refused, console, errors, say
 
 if TYPE_CHECKING:
-    from sweeps.plan import Plan
+    from sweeps.plan import Plan, PlanItem
+    from sweeps.queries import Failure
 
 SWEEP = typer.Argument(None, help="a sweep's name or id; default: the newest")
 JSON = typer.Option(False, "--json", help="as JSON")
@@ -143,34 +145,25 @@ def status(
     state = queries.sweep_state(store, sweep_id)
     made = make_plan(spec, store)
     found = {failure.key: failure for failure in queries.failures(store)}
-    rows = [
-        {
-            **item.to_dict(),
-            "failure": found[item.key].reason if item.key in found else "",
-            "cause": found[item.key].cause if item.key in found else "",
-        }
-        for item in made.items
-        if not failed or item.key in found
-    ]
+    rows = [_status_row(item, found.get(item.key)) for item in made.items if not failed or item.key in found]
     if json:
         console.print_json(data={"sweep": sweep_id, "state": state, "counts": made.counts, "cells": rows})
         return
-    words = {"skip": "done", "run": "to do", "resume": "stopped", "wait": "running", "refuse": "refused"}
-    console.print(
-        f"{sweep_id}: {state}; " + ", ".join(f"{n} {words[a]}" for a, n in made.counts.items() if n), highlight=False
-    )
+    counts = Counter(row["state"] for row in rows)
+    console.print(f"{sweep_id}: {state}; {', '.join(f'{n} {word}' for word, n in counts.items())}", highlight=False)
     for row in rows:
-        reason = (
-            f"  {row['cause']}: {row['failure']}"
-            if row["failure"]
-            else f"  {row['reason']}"
-            if row["reason"] != "done"
-            else ""
-        )
-        state = "failed" if row["failure"] and row["action"] != "wait" else words[row["action"]]
-        console.print(
-            f"  {state:8} {row['label']:40} {row['key']}{reason}", highlight=False, markup=False, soft_wrap=True
-        )
+        text = f"  {row['state']:8} {row['label']:40} {row['key']}  {row['why']}".rstrip()
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _status_row(item: PlanItem, failure: Failure | None) -> dict[str, Any]:
+    """A cell as status shows it: the plan's item with its state in a word, and why."""
+    state = {"skip": "done", "run": "to do", "resume": "stopped", "wait": "running", "refuse": "refused"}[item.action]
+    why = "" if item.action == "skip" else item.reason
+    if failure is not None and item.action in ("run", "resume", "refuse"):
+        state = "stopped" if failure.cause in ("preempted", "cancelled") else "failed"
+        why = f"{failure.cause}: {failure.reason}"
+    return {**item.to_dict(), "state": state, "why": why, "cause": failure.cause if failure else ""}
 
 
 def logs(cell: str = typer.Argument(help="a cell's key, its beginning, or its last 16 characters")) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from prefect.settings import PREFECT_API_URL
 
 from sweeps import queries, schema, tables
 from sweeps.request import build
@@ -117,7 +118,8 @@ def test_a_killed_flow_goes_on_from_its_checkpoint(world):
     asked = request(world, "killed", recipes="gdn 4+2", tokens=8192, seeds=3, checkpoint_minutes=0.01)
     options = [f"--{key.replace('_', '-')}={value}" for key, value in asked.items()]
     command = [sys.executable, "-c", "from flows.cli import main; main()", "run", "ablation", *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    server = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
+    process = subprocess.Popen(command, env=server, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     store = Store()
     wait_for(lambda: any(row.tokens for row in attempts(store, "gdn")), process)
     process.send_signal(signal.SIGKILL)
