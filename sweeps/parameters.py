@@ -39,6 +39,7 @@ def items(value: Any, name: str) -> list[str]:
 def _example(name: str) -> tuple[str, str]:
     examples = {
         "models": ("smollm2-135m,qwen3-0.6b-base", '"smollm2-135m","qwen3-0.6b-base"'),
+        "mechanisms": ("gla,gdn", '"gla","gdn"'),
         "budgets": ("56+8,64+0", '"56+8","64+0"'),
         "adaptations": ("none,conv", '"none","conv"'),
         "seeds": ("1,2,3", "1,2,3"),

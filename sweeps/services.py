@@ -29,7 +29,7 @@ from sweeps.home import home, tracking_uri
 
 log = logging.getLogger(__name__)
 POOL = "golinear"
-START_SECONDS = 120.0
+START_SECONDS = 180.0
 STOP_SECONDS = 20.0
 _recording = Lock()
 PASSED_ON = ("GOLINEAR_DATA", "GOLINEAR_CACHE", "GOLINEAR_DATABASE_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS")
@@ -78,8 +78,8 @@ def _record(service: Running) -> None:
         scratch.replace(path)
 
 
-def up(say: Callable[[str], None] = log.info) -> dict[str, Running]:
-    """Start what does not live yet, deploy prefect.yaml, obtain SmolLM2; returns the services by name.
+def up(say: Callable[[str], None] = log.info, *, obtain_model: bool = True) -> dict[str, Running]:
+    """Start what does not live yet, deploy prefect.yaml, obtain SmolLM2 (unless told not to); the services by name.
 
     Must be called in the repository (where prefect.yaml lies): ValueError otherwise. RuntimeError with the log's tail
     when a service does not come up.
@@ -89,7 +89,7 @@ def up(say: Callable[[str], None] = log.info) -> dict[str, Running]:
     for folder in ("logs", "artifacts"):
         (home() / folder).mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(3) as pool:
-        model = pool.submit(_ensure_model, say)
+        model = pool.submit(_ensure_model, say) if obtain_model else None
         page = pool.submit(_start_mlflow, say)
         server = _start_prefect(say)
         _write_prefect_toml(server.url)
@@ -99,7 +99,8 @@ def up(say: Callable[[str], None] = log.info) -> dict[str, Running]:
         deployed = pool.submit(_deploy, server, say)
         worker = _start_worker(server.url, say)
         for step in (page, model, deployed):
-            step.result()
+            if step is not None:
+                step.result()
     return {"prefect": server, "mlflow": page.result(), "worker": worker}
 
 

@@ -1,4 +1,4 @@
-"""One Prefect server, one Ray and one home of SQLite stores for all integration tests."""
+"""One set of services (Prefect, its worker, MLflow), one Ray and one home of SQLite stores for all integration tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from sweeps.services import environment
+from sweeps import services
+from sweeps.services import Running
 from tests.integration.world import make_data, make_model
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class World:
 
     home: Path
     data: Path
+    checkout: Path
     model: str
 
 
@@ -37,17 +41,30 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         patch.setenv("GOLINEAR_HOME", str(root / "home"))
         patch.setenv("GOLINEAR_CACHE", str(root / "cache"))
         patch.setenv("GOLINEAR_DATA", str(make_data(root / "data")))
-        for name, value in environment().items():
+        for name, value in services.environment().items():
             patch.setenv(name, value)
-        yield World(home=root / "home", data=root / "data", model=str(make_model(root / "tiny")))
+        (root / "checkout").mkdir()
+        model = make_model(root / "tiny")
+        yield World(home=root / "home", data=root / "data", checkout=root / "checkout", model=str(model))
 
 
 @pytest.fixture(scope="session")
-def prefect_server(world: World) -> Iterator[None]:
-    from prefect.testing.utilities import prefect_test_harness
+def services_up(world: World) -> Iterator[dict[str, Running]]:
+    """What `golinear up` starts, in a folder that looks like a checkout; this process's Prefect talks to it."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
+    for name in ("prefect.yaml", "flows", "sweeps", "linear_core"):
+        (world.checkout / name).symlink_to(ROOT / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(world.checkout)
+        try:
+            running = services.up(obtain_model=False)
+            with temporary_settings({PREFECT_API_URL: f"{running['prefect'].url}/api"}):
+                yield running
+        finally:
+            started = services.records().values()
+            services.down()
+        assert started and not any(service.alive for service in started)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from sweeps.store import Store
 from sweeps.sweep import pin
 from sweeps.tracking import prepare
 
-pytestmark = [pytest.mark.usefixtures("prefect_server", "ray_here"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.usefixtures("services_up", "ray_here"), pytest.mark.timeout(300)]
 TASKS = "perplexity:512,agreement:256"
 
 

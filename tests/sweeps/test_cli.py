@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -37,7 +38,8 @@ def run(home, monkeypatch, capsys, text_folder):
 def text_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     for name in ("train_text", "heldout_text"):
-        (folder / f"{name}.jsonl").write_text(json.dumps({"text": "the sea " * 500}) + "\n")
+        row = {"text": "the sea " * 500, "id": 0, "title": "the sea"}
+        (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
     return folder
 
 
