@@ -107,8 +107,10 @@ def sweep(
 def _machine(capacity: Capacity | None) -> Machine:
     """This machine, with the GPUs of the cluster when there is one."""
     here = Machine.detect()
-    return here if capacity is None else dataclasses.replace(
-        here, num_gpus=capacity.gpus, num_cpus=capacity.cpus, num_nodes=capacity.nodes
+    return (
+        here
+        if capacity is None
+        else dataclasses.replace(here, num_gpus=capacity.gpus, num_cpus=capacity.cpus, num_nodes=capacity.nodes)
     )
 
 

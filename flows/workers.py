@@ -9,8 +9,10 @@ import dataclasses
 import gc
 import json
 import logging
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from sweeps import stages
 from sweeps.cell import Cell, Placement
 from sweeps.store import Claim, Store
 
+log = logging.getLogger(__name__)
 MEMORY_SLACK = 64 * 2**20  # bytes that may stay allocated after a cell; more means a fresh process
 
 
@@ -33,7 +36,8 @@ class Worker:
     """Stages of cells on one device. Calls come one at a time; ``progress`` and ``stop`` also while a stage runs."""
 
     def __init__(self, store: Store, placement: Placement):
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger().setLevel(logging.INFO)
         self.store, self.placement = store, placement
         self.bench = stages.Bench(placement.device, placement.source)
         self.stopping = threading.Event()
@@ -44,9 +48,8 @@ class Worker:
 
     def convert(self, cell: Cell, claim: Claim) -> dict[str, Any]:
         """Linearize; see ``stages.convert``."""
-        self._begin("convert")
         folder = self.store.folder(claim)
-        with stages.log_tail(folder):
+        with self._stage("convert", cell, folder):
             self._load(cell)
             return stages.convert(cell, folder, self.bench)
 
@@ -55,12 +58,10 @@ class Worker:
 
         Raises ClaimLost when someone else took the cell over: nothing is published then.
         """
-        self._begin("train")
         folder = self.store.folder(claim)
         placement = dataclasses.replace(self.placement, micro_batch=micro_batch)
-        with stages.log_tail(folder):
+        with self._stage("train", cell, folder):
             stages.adopt_checkpoints(_earlier(folder), folder)
-            self._folder = folder
             try:
                 found = stages.train(
                     cell, folder, self.bench, placement, on_progress=self._on_progress, should_stop=self.stopping.is_set
@@ -77,11 +78,10 @@ class Worker:
 
         None when it was stopped between two tasks.
         """
-        self._begin("evaluate")
         keys = dict(tasks)
         folder = self.store.folder(claim)
         source = folder if trained_here or cell.is_base else self.store.published_folder(cell.train_key)
-        with stages.log_tail(folder):
+        with self._stage("evaluate", cell, folder):
             self._load(cell)
             try:
                 scores, failed = stages.evaluate(
@@ -124,8 +124,18 @@ class Worker:
         """Ask the running stage to save what it has and return."""
         self.stopping.set()
 
-    def _begin(self, stage: str) -> None:
-        self._progress = {"stage": stage, "rows": []}
+    @contextmanager
+    def _stage(self, name: str, cell: Cell, folder: Path) -> Iterator[None]:
+        """What a stage logs, and the exception it ends with, are kept in the attempt's log."""
+        self._progress = {"stage": name, "rows": []}
+        self._folder = folder
+        with stages.log_tail(folder):
+            log.info("%s %s in process %d", name, cell.label, os.getpid())
+            try:
+                yield
+            except BaseException:
+                log.exception("%s %s failed", name, cell.label)
+                raise
 
     def _on_progress(self, said: dict[str, Any]) -> None:
         if self.stopping.is_set() and said["stage"] == "evaluate":
