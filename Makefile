@@ -44,7 +44,7 @@ test: $(STAMP)  ## the test suite
 	@python -m pytest
 
 test-faults: $(STAMP)  ## faults injected into real small sweeps
-	@python -m pytest -m faults tests/integration
+	@python -m pytest -m faults tests/sweeps tests/integration
 
 lint: $(STAMP)  ## ruff and mypy
 	@ruff check . && mypy

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,13 +15,14 @@ from sweeps.commands.console import LINE_SECONDS, line
 from sweeps.store import Claim, Store
 from sweeps.tracking import Tracker
 
+log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 
 class Progress:
     """Called with what a worker's ``progress()`` gave. A line comes at most every 10 s: a log file stays readable."""
 
-    def __init__(self, label: str, say: Say, tracker: Tracker, store: Store, claim: Claim, run_id: str):
+    def __init__(self, label: str, say: Say, tracker: Forgiving, store: Store, claim: Claim, run_id: str):
         self.label, self.say = label, say
         self.tracker, self.store, self.claim, self.run_id = tracker, store, claim, run_id
         self._line_at = time.monotonic()
@@ -57,3 +60,26 @@ class Progress:
         """What came out, in a line."""
         shown = [f"{s.task.label} {s.metric} {s.value:.4g}" for s in scores if s.value is not None]
         self.say(f"{self.label}: {', '.join(shown) or 'nothing could be measured'}")
+
+
+class Forgiving:
+    """A tracker whose failures cost a warning, never a cell: what is true stands in the store, MLflow only shows it.
+
+    A run that could not be ended stays RUNNING until the next sweep ends it as an orphan.
+    """
+
+    def __init__(self, tracker: Tracker):
+        self._tracker = tracker
+
+    def __getattr__(self, name: str) -> Any:
+        wanted = getattr(self._tracker, name)
+        return functools.partial(self._call, wanted) if callable(wanted) else wanted
+
+    def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return method(*arguments, **named)
+        except (MlflowException, OSError) as error:  # OSError: no connection, no space
+            log.warning("MLflow: %s was not written: %s", method.__name__, error)
+            return ""

@@ -18,7 +18,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from flows.progress import Progress
+from flows.progress import Forgiving, Progress
 from flows.queue import Queue
 from flows.slots import Slot, StageFailed
 from flows.workers import read_tail
@@ -29,7 +29,6 @@ from sweeps.cost import Machine, throughput_name
 from sweeps.plan import Plan, PlanItem, make_plan
 from sweeps.store import Claim, ClaimLost, Store, new_holder
 from sweeps.sweep import Sweep
-from sweeps.tracking import Tracker
 
 ASK_SECONDS = 3.0  # between looks at whether the sweep is cancelled
 WAIT_SECONDS = 2.0  # between looks at cells that another sweep has claimed
@@ -62,7 +61,7 @@ class Runner:
     sweep: Sweep
     sweep_id: str
     store: Store
-    tracker: Tracker
+    tracker: Forgiving
     parent: str
     machine: Machine
     placement: Placement
@@ -86,6 +85,7 @@ class Runner:
             while not self.stop.is_set():
                 todo, waiting = self._open(plan)
                 if todo:
+                    self.tracker.end_orphans(queries.live_runs(self.store))  # of holders whose claims have expired
                     self._round(slots, todo)
                 elif waiting:
                     self.stop.wait(WAIT_SECONDS)

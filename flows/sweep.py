@@ -17,6 +17,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, Failed, State
 
 from flows.cluster import Capacity, check_feasible, cluster
+from flows.progress import Forgiving
 from flows.runner import DONE, Outcome, Runner
 from sweeps import queries, render, services, tables
 from sweeps.cell import Placement, key_of
@@ -128,7 +129,7 @@ def _prepare(plan: Plan, spec: Sweep, store: Store, tracker: Tracker, workers: i
     per_gpu = plan.machine.num_gpus // plan.placement.num_gpus if plan.placement.num_gpus else 1
     num_slots = max(1, min(workers or per_gpu, len(plan.to_do)))
     return Runner(
-        sweep=spec, sweep_id=sweep_id, store=store, tracker=tracker, parent=parent, machine=plan.machine,
+        sweep=spec, sweep_id=sweep_id, store=store, tracker=Forgiving(tracker), parent=parent, machine=plan.machine,
         placement=plan.placement, num_slots=num_slots, say=get_run_logger().info, links=links, fail_fast=fail_fast,
     )  # fmt: skip
 

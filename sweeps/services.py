@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -172,9 +173,10 @@ def _start_mlflow(say: Callable[[str], None]) -> Running:
 
 def _start_web(name: str, command: Callable[[int], list[str]], port: int, health: str, env: dict[str, str],
                say: Callable[[str], None]) -> Running:  # fmt: skip
-    if (known := records().get(name)) and known.alive and _healthy(known.url + health):
+    known = records().get(name)
+    if known and known.alive and _healthy(known.url + health):
         return known
-    port = _free_port(port)
+    port = _free_port(urlsplit(known.url).port or port if known else port)  # where it was before, if that is free
     url = f"http://127.0.0.1:{port}"
     say(f"starting {name} at {url}")
     service = _spawn(name, command(port), env, url, "")
