@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,11 +40,21 @@ def cluster() -> Iterator[Capacity]:
         "_node_ip_address": "127.0.0.1",
         "_system_config": {"worker_niceness": 0},  # 15 by default: a loaded machine would starve the training
     }
-    ray.init(**({"address": address} if address else own), log_to_driver=False, logging_level=logging.ERROR)
+    with _signals_kept():
+        ray.init(**({"address": address} if address else own), log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield _capacity(ray)
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray puts its own handler of SIGTERM in place of Prefect's, which is the one that says how a flow ended."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def _capacity(ray: Any) -> Capacity:
