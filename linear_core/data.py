@@ -170,6 +170,8 @@ def _write_text(
     import torch
 
     model = models.load(base, device=device, dtype=torch.bfloat16)  # half the bytes a token, on a CPU too
+    if device == "cpu":
+        model.set_attn_implementation("eager")  # one query a row: twice as fast as the CPU's fused attention
     yield from self_samples.documents(model, tokenizer, heldout, skip)
 
 

@@ -58,5 +58,7 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int
         for _ in range(LENGTH - 1):
             logits = model(input_ids=written[-1], use_cache=True, **cache).logits[:, -1].float()
             probabilities = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
-            written.append(torch.multinomial(probabilities, 1, generator=generator))
+            below = probabilities.cumsum(-1)  # one random number a row, where multinomial draws one a word
+            drawn = torch.rand(rows, 1, generator=generator, device=device) * below[:, -1:]
+            written.append(torch.searchsorted(below, drawn, right=True).clamp_(max=len(allowed) - 1))
     return torch.cat(written, 1).cpu().numpy().astype(np.int64)
