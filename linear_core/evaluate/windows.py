@@ -95,7 +95,9 @@ _own: weakref.WeakKeyDictionary[Any, dict[Any, Tensor]] = weakref.WeakKeyDiction
 
 def hidden_states(model: PreTrainedModel, windows: Windows, switches: dict[str, Any] | None = None) -> Tensor:
     """What the output head reads at each token: [W, L, C] on the CPU, kept until the model changes."""
-    version = tuple((p.data_ptr(), p._version) for p in model.parameters())
+    # conversion is in place and `none` adds no parameter: the recipe tells such a model from its base
+    parameters = tuple((p.data_ptr(), p._version) for p in model.parameters())
+    version = (type(model).__name__, getattr(model, "recipe", None), parameters)
     key = (windows.key, tuple(sorted((switches or {}).items())), version)
     kept = _own.setdefault(model, {})
     if key not in kept:

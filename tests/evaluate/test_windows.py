@@ -118,3 +118,16 @@ def test_any_task_can_be_attributed(converted, tokenizer):
     assert scores["perplexity.state"].value == pytest.approx(
         math.log(scores["perplexity.hybrid"].value) - math.log(scores["perplexity.exact"].value), abs=1e-5
     )
+
+
+def test_a_conversion_without_new_parameters_is_not_taken_for_its_base():
+    """`none` adds no parameter and works in place: what was kept of the base must not become its score."""
+    from linear_core.convert import convert
+    from linear_core.evaluate.windows import Windows, hidden_states
+    from linear_core.recipe import Recipe
+    from tests.core.tiny import base, tokens
+
+    model, windows = base(), Windows(tokens(40), ("one",))
+    before = hidden_states(model, windows)
+    after = hidden_states(convert(model, Recipe.parse("none 5+0")), windows)
+    assert not after.equal(before)
