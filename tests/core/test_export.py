@@ -90,7 +90,7 @@ def test_new_parameters_stay_float32_when_loaded_in_bfloat16(tmp_path, base_fold
     assert model(tokens(20)).logits.isfinite().all()
 
 
-def test_delta_points_to_its_base(tmp_path, base_folder):
+def test_delta_points_to_its_base(tmp_path, base_folder, monkeypatch):
     found = resolve(str(base_folder))
     model = randomised(convert(base(), Recipe.parse("gdn 6+3")))
     folder = export_delta(model, found, revision(found), tmp_path / "delta")
@@ -98,7 +98,7 @@ def test_delta_points_to_its_base(tmp_path, base_folder):
     (base_folder / "tokenizer_config.json").write_text("{}")
     from transformers import AutoTokenizer
 
-    pytest.MonkeyPatch().setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: None)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: None)
     loaded, _ = load_linearized(folder)
     with torch.no_grad():
         assert torch.equal(loaded(tokens(20)).logits, model(tokens(20)).logits)
