@@ -1,7 +1,7 @@
 """The exact path: softmax attention over ``w`` latest tokens and ``s`` sinks, at a cost that grows linearly with T.
 
 Blocks of queries meet the keys of their window and the sinks in two batched matrix products. Compiled with the rest of
-the layer it was chosen over FlexAttention and full attention after results/exact_path_h200.md: as fast as the former at
+the layer it was chosen over FlexAttention and full attention after results/first-runs-h200.md: as fast as the former at
 4k tokens, 1.6 times faster at 32k, and the same code runs on a CPU, in prefill and in decoding.
 
 Shape letters: R sequences, L tokens of this pass, H query heads, G key/value heads, D head dimension, b block.

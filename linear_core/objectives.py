@@ -126,7 +126,7 @@ class FrozenCrossEntropy(torch.autograd.Function):
     """Linear layer and cross-entropy in one, TOKENS_AT_ONCE rows of logits in memory at a time.
 
     The gradient by the rows is made beside the loss: two matrix products in all. The kernel libraries' fused form also
-    makes the weight's gradient in float32, frozen or not: 90 of 498 ms of an 8B step on an H200 (results/).
+    makes the weight's gradient in float32, frozen or not: 90 of 498 ms of an 8B step on an H200 (results/first-runs-h200.md).
     """
 
     @staticmethod

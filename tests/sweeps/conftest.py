@@ -8,6 +8,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def store(home: Path) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_url() -> Iterator[str]:
     """TEST_DATABASE_URL, else a server of our own on a free port; skips without PostgreSQL or psycopg."""
     if given := os.environ.get("TEST_DATABASE_URL"):
         yield given
@@ -41,11 +42,10 @@ def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     home = next((path for path in binaries if (path / "initdb").exists()), None)
     if home is None or importlib.util.find_spec("psycopg") is None:
         pytest.skip("no PostgreSQL here, or no psycopg (pip install golinear[cluster])")
-    folder = tmp_path_factory.mktemp("postgres")
+    # not below pytest's own folder: another pytest that starts closes that to other users
+    folder = Path(tempfile.mkdtemp(prefix="golinear-postgres-"))
     as_root = os.geteuid() == 0  # which PostgreSQL refuses to run as
     if as_root:
-        for path in (folder, *folder.parents[: len(folder.parents) - 2]):
-            path.chmod(0o755)
         shutil.chown(folder, "nobody")
 
     def run(*words: object) -> None:
@@ -61,3 +61,4 @@ def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     run(home / "pg_ctl", "-w", "-D", folder / "data", "-o", options, "-l", folder / "log", "start")
     yield f"postgresql://golinear@127.0.0.1:{port}/postgres"
     run(home / "pg_ctl", "-D", folder / "data", "-m", "immediate", "stop")
+    shutil.rmtree(folder)
