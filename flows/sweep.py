@@ -6,6 +6,8 @@ Deployments (prefect.yaml): sweep/ablation, sweep/scaling. In this process, with
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import os
 import time
 from collections import defaultdict
@@ -69,6 +71,7 @@ def sweep(
     given = {name: value for name, value in locals().items() if name in HELP}
     clock = Clock()
     say = get_run_logger().info
+    _outlive_the_worker()
     with ExitStack() as stack:
         spec = pin(build(grid, **given))
         store = Store()
@@ -103,6 +106,13 @@ def sweep(
     for line in (table, f"time: {clock.report(run.seconds)}"):
         say("\n%s" if "\n" in line else "%s", line)
     return _state(plan, run)
+
+
+def _outlive_the_worker() -> None:
+    """A Prefect worker that dies closes the pipe that its flows log to, and rich would end a flow at its next line."""
+    for handler in logging.getLogger().handlers:
+        if console := getattr(handler, "console", None):
+            console.on_broken_pipe = functools.partial(setattr, console, "quiet", True)
 
 
 def _machine(capacity: Capacity | None) -> Machine:
