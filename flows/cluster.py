@@ -69,6 +69,13 @@ def check_feasible(wanted: int, available: int) -> None:
         raise ValueError(f"gpus={wanted} a cell is wanted, {available} are available; allowed here: 0 … {available}")
 
 
+def any_node_alive() -> bool:
+    """Whether the cluster has a living node: an own Ray has one in all, and when its raylet dies none comes back."""
+    import ray
+
+    return any(node["Alive"] for node in ray.nodes())
+
+
 def node_alive(node_id: str) -> bool:
     """Whether a node still belongs to the cluster: an actor that dies on a living node crashed."""
     import ray

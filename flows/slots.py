@@ -8,13 +8,18 @@ from collections.abc import Callable
 from threading import Event
 from typing import Any
 
-from flows.cluster import node_alive
+from flows.cluster import any_node_alive, node_alive
 from sweeps.cell import Placement
 from sweeps.retries import cause_of
 from sweeps.store import Store
 
 POLL_SECONDS = 1.0
+START_SECONDS = 600.0  # for a worker to find a place: a cluster may have to start a machine first
 STOP_SECONDS = 20.0  # for a stage that was asked to stop, until its process is ended
+
+
+class RayGone(RuntimeError):
+    """Nothing of this Ray is left that could run a cell: the flow ends, its cells stay to be resumed."""
 
 
 class StageFailed(Exception):
@@ -51,8 +56,31 @@ class Slot:
             num_cpus=self.placement.num_cpus, num_gpus=self.placement.num_gpus,
         )(Worker)  # type: ignore[call-overload]  # fmt: skip
         self._actor = remote.remote(self.store, self.placement)
-        self.node = ray.get(self._actor.node.remote())
+        self.node = self._node()
         self.base = base
+
+    def _node(self) -> str:
+        """The node that the new actor runs on, once it runs. Ray itself would wait for ever where it finds no place.
+
+        Raises RayGone when no node of the cluster lives, StageFailed when the process ends or finds no place in time.
+        """
+        import ray
+
+        reference = self._actor.node.remote()
+        until = time.monotonic() + START_SECONDS
+        try:
+            while not ray.wait([reference], timeout=POLL_SECONDS)[0]:
+                if not any_node_alive():
+                    raise RayGone("Ray has no living node left: run the sweep again, it goes on from its checkpoints")
+                if time.monotonic() > until:
+                    self.close()
+                    raise StageFailed("preempted", f"no node had room for a worker within {START_SECONDS:.0f} s")
+            return ray.get(reference)
+        except ray.exceptions.RayError as error:
+            self.close()
+            raise StageFailed(
+                "crash", f"the worker process died at its start: {_first_line(error)}", str(error)
+            ) from None
 
     def call(
         self,

@@ -124,7 +124,8 @@ def simulate(home: Path, num_cells: int, num_workers: int) -> World:
 
 
 def test_workers_that_die_and_sleep_publish_every_cell_once(home: Path) -> None:
-    simulate(home, num_cells=120, num_workers=16)
+    world = simulate(home, num_cells=120, num_workers=16)
+    assert len(world.published) == 120
 
 
 @pytest.mark.faults
