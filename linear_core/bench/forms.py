@@ -1,16 +1,25 @@
 """Do all forms of a state update give the same outputs, states and gradients? A table of errors against the token loop.
 
-    python -m linear_core.bench.forms --device cuda --output results/forms.json
+    python -m linear_core.bench.forms --device cuda --first-config --output results/forms.json
     python -m linear_core.bench.forms --device cpu --tiny
 
-Errors are relative RMSE against the token loop in float64 on the same (rounded) inputs. Exits 1 when one is too large.
+Errors are relative RMSE against the token loop in float64 on the same (rounded) inputs. On a GPU the work is shared among
+processes, because compiling the kernels takes most of the time. A form that fails costs its own row. Exits 1 when one
+failed or an error is too large.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import logging
+import math
+import multiprocessing
+import os
+import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +31,9 @@ from torch import Tensor
 
 from linear_core.bench.report import show
 from linear_core.kernels import gated_delta_rule, gated_linear_attention, low_rank_delta_rule
+
+logger = logging.getLogger(__name__)
+Todo = list[tuple["Case", torch.dtype]]
 
 
 def _linear(q, k, v, log_decay, beta, state, form):
@@ -54,6 +66,7 @@ RULES = {
 DTYPES = (torch.float32, torch.bfloat16)
 GATES = ("usual", "near 0", "near 1", "both")
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
+QUANTITIES = ("out", "state", *(f"d_{name}" for name in NAMES))
 # Gradients smaller than this (root mean square, of order 1 elsewhere) are compared absolutely: 0 has no relative error.
 SMALLEST = 1e-3
 
@@ -171,38 +184,125 @@ def cases(tiny: bool, heads: int) -> Iterator[Case]:
 
 @contextmanager
 def first_configuration() -> Iterator[None]:
-    """Within it Triton takes the first configuration of each kernel instead of timing all: minutes less, same results."""
+    """Within it Triton takes, of each kernel, the smallest configuration that fits the card instead of timing all:
+    minutes less, same results. Nothing of this reaches the autotuner's files."""
     from triton.runtime.autotuner import Autotuner
+    from triton.runtime.errors import OutOfResources
 
-    prune = Autotuner.prune_configs
-    Autotuner.prune_configs = lambda self, kwargs: prune(self, kwargs)[:1]
+    def bench(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
+        if config is self.smallest_first[0]:
+            self.fitting = None
+        if self.fitting is not None:
+            return [math.inf] * 3
+        taken = kept["_bench"](self, *args, config=config, **meta)
+        self.fitting = config if math.isfinite(taken[0]) else None
+        return taken
+
+    def prune(self: Any, kwargs: Any) -> list[Any]:
+        self.smallest_first = sorted(kept["prune_configs"](self, kwargs), key=_size)
+        return self.smallest_first
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return kept["run"](self, *args, **kwargs)
+        except OutOfResources:  # a configuration from a file, tuned for other sizes
+            self.cache.clear()
+            return kept["run"](self, *args, **kwargs)
+
+    def once(call: Any, quantiles: Any) -> list[float]:
+        call()
+        return [0.0] * 3
+
+    changes = {
+        "_bench": bench,
+        "prune_configs": prune,
+        "run": run,
+        "do_bench": property(lambda self: once),
+        "check_disk_cache": lambda self, key, configs, bench: bench(),
+    }
+    kept = {name: vars(Autotuner)[name] for name in changes if name in vars(Autotuner)}
+    for name in kept:
+        setattr(Autotuner, name, changes[name])
     try:
         yield
     finally:
-        Autotuner.prune_configs = prune
+        for name, original in kept.items():
+            setattr(Autotuner, name, original)
 
 
-def run(device: str, *, tiny: bool = False, dtypes: Sequence[torch.dtype] = DTYPES) -> list[dict[str, Any]]:
-    """Compare every fast form with the token loop. One row a rule, form, dtype and kind of gate: its worst errors."""
+def _size(config: Any) -> tuple[float, ...]:
+    """What a Triton configuration costs in shared memory: its tile, then its stages; then what compiles soonest."""
+    tile = math.prod(value for value in config.kwargs.values() if isinstance(value, int) and value > 0)
+    return tile, config.num_stages, abs(config.num_warps - 4)
+
+
+def measure(todo: Todo, device: str, untuned: bool = False, threads: int = 0) -> list[dict[str, Any]]:
+    """The errors of every fast form in each case: a row each of labels, the case, and its errors or its failure."""
+    if threads:
+        torch.set_num_threads(threads)
+    fast, results = ("fla", "chunked") if device.startswith("cuda") else ("chunked",), []
+    with first_configuration() if untuned else nullcontext():
+        for case, dtype in todo:
+            for form in fast if case.tokens > 1 else (*fast, "step"):
+                result = _labels(case, dtype, form)
+                try:
+                    result["errors"] = compare(case, form, device=device, dtype=dtype)
+                except Exception as error:  # whatever a compiler or a driver raises: the row says so, the others go on
+                    result["failure"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                    logger.debug("%s", result, exc_info=True)
+                results.append(result)
+    return results
+
+
+def _labels(case: Case, dtype: torch.dtype, form: str) -> dict[str, Any]:
+    values, state = f"/{case.value_size}" * bool(case.value_size), " with a state" * case.with_state
+    shape = f"T={case.tokens} H={case.heads}/{case.groups} D={case.size}{values}{state}"
+    name = str(dtype).removeprefix("torch.")
+    return {"rule": case.rule, "form": form, "dtype": name, "gates": case.gates, "case": shape}
+
+
+def measure_in_processes(todo: Todo, device: str, jobs: int, untuned: bool = False) -> list[dict[str, Any]]:
+    """``measure`` in ``jobs`` processes at a time, a fresh one for all cases that need the same kernels: one that dies, or
+    loses its CUDA context, costs only these."""
+    parts: dict[tuple[Any, ...], Todo] = {}
+    for case, dtype in todo:
+        parts.setdefault((dtype, case.rule, case.size, case.value_size, case.with_state), []).append((case, dtype))
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+
+    def in_one(part: Todo) -> list[dict[str, Any]]:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            try:
+                return process.submit(measure, part, device, untuned, threads).result()
+            except BrokenProcessPool as error:
+                return [_labels(case, dtype, "all") | {"failure": f"its process died: {error}"} for case, dtype in part]
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(itertools.chain.from_iterable(pool.map(in_one, sorted(parts.values(), key=len, reverse=True))))
+
+
+def run(
+    device: str, *, tiny: bool = False, dtypes: Sequence[torch.dtype] = DTYPES, jobs: int = 1, untuned: bool = False
+) -> list[dict[str, Any]]:
+    """Compare every fast form with the token loop. One row a rule, form, dtype and kind of gate: its worst errors, what
+    is allowed (after the comma: of gate and β gradients), and whether all hold; a reason where not."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
-    fast = ("fla", "chunked") if device.startswith("cuda") else ("chunked",)
-    for dtype, case in itertools.product(dtypes, cases(tiny, 6 if tiny else 24)):
-        for form in fast if case.tokens > 1 else (*fast, "step"):
-            labels = {"rule": case.rule, "form": form, "dtype": str(dtype).removeprefix("torch."), "gates": case.gates}
-            row = rows.setdefault(tuple(labels.values()), labels | {"cases": 0, "too_large": ""})
-            row["cases"] += 1
-            for name, error in compare(case, form, device=device, dtype=dtype).items():
-                row[name] = max(error, row.get(name, 0.0))
-                if error > tolerance(name, device, dtype):
-                    shape = f"T={case.tokens} H={case.heads}/{case.groups} D={case.size}"
-                    row["too_large"] = f"{name} {shape}{' with a state' if case.with_state else ''}"
-    quantities = ("out", "state", *(f"d_{name}" for name in NAMES))
-    return [
-        {k: row[k] for k in ("rule", "form", "dtype", "gates", "cases")}
-        | {k: row.get(k) for k in quantities}
-        | {"too_large": row["too_large"] or "none"}
-        for _, row in sorted(rows.items())
-    ]
+    todo = [(case, dtype) for dtype, case in itertools.product(dtypes, cases(tiny, 6 if tiny else 24))]
+    results = measure_in_processes(todo, device, jobs, untuned) if jobs > 1 else measure(todo, device, untuned)
+    for result in results:
+        labels = {name: result[name] for name in ("rule", "form", "dtype", "gates")}
+        row = rows.setdefault(tuple(labels.values()), labels | {"cases": 0, "verdict": "ok", "reason": ""})
+        row["cases"] += 1
+        dtype = getattr(torch, result["dtype"])
+        allowed = {name: tolerance(name, device, dtype) for name in QUANTITIES}
+        row["allowed"] = f"{allowed['out']:.0e}, {allowed['d_beta']:.0e}"
+        for name, error in result.get("errors", {}).items():
+            row[name] = max(error, row.get(name, 0.0))
+            if error > allowed[name] and row["verdict"] == "ok":
+                row |= {"verdict": "NOT OK", "reason": f"{name} is off by {error:.1e} at {result['case']}"}
+        if "failure" in result:
+            row |= {"verdict": "FAILED", "reason": f"{result['case']}: {result['failure']}"}
+    columns = ("rule", "form", "dtype", "gates", "cases", *QUANTITIES, "allowed", "verdict", "reason")
+    return [{k: row.get(k) for k in columns} for _, row in sorted(rows.items())]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -211,14 +311,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a few cases of each kind")
     parser.add_argument("--first-config", action="store_true", help="do not tune the kernels (CUDA; minutes less)")
+    parser.add_argument("--jobs", type=int, help="processes (default: one a processor on CUDA, 16 at most; else one)")
     parser.add_argument("--output", help="write the rows as JSON")
     options = parser.parse_args(argv)
-    with first_configuration() if options.first_config else nullcontext():
-        rows = run(options.device, tiny=options.tiny)
-    failed = [row for row in rows if row["too_large"] != "none"]
+    cuda = options.device.startswith("cuda")
+    jobs = options.jobs or (min(16, os.cpu_count() or 1) if cuda else 1)
+    rows = run(options.device, tiny=options.tiny, jobs=jobs, untuned=options.first_config and cuda)
+    failed = [row for row in rows if row["verdict"] != "ok"]
     within = f"{len(rows) - len(failed)} of {len(rows)} rows within tolerance"
     title = f"forms against the token loop on {options.device}: {within}"
-    show(title, rows, device=options.device, output=options.output)
+    show(title, rows, device=options.device, output=options.output, hidden=("reason",))
+    for row in failed:
+        labels = " ".join(row[name] for name in ("rule", "form", "dtype", "gates"))
+        sys.stdout.write(f"{row['verdict']}: {labels}: {row['reason']}\n")
     return 1 if failed else 0
 
 

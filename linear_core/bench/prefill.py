@@ -124,7 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     lengths = [64, 128] if options.tiny else [int(n) for n in options.lengths.split(",")]
     recipe = Recipe.parse(options.recipe)
     rows = list(
-        run(shape, recipe, device=options.device, lengths=lengths, batch_size=options.batch_size, repeats=1 if options.tiny else 3)
+        run(
+            shape,
+            recipe,
+            device=options.device,
+            lengths=lengths,
+            batch_size=options.batch_size,
+            repeats=1 if options.tiny else 3,
+        )
     )
     show(f"Prefill, {'tiny' if options.tiny else options.model}", rows, device=options.device, output=options.output)
     sizes = {row["cache_mib"] for row in rows if row["what"] == recipe.name and "cache_mib" in row}

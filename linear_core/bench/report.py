@@ -35,17 +35,25 @@ def provenance(device: str) -> dict[str, Any]:
     }
 
 
-def show(title: str, rows: Sequence[Mapping[str, Any]], *, device: str, output: str | None = None) -> None:
-    """Print rows as a table (their keys are the columns) and write them to ``output`` as JSON when it is given."""
+def show(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    device: str,
+    output: str | None = None,
+    hidden: Sequence[str] = (),
+) -> None:
+    """Print rows as a table (their keys but ``hidden`` are the columns) and write them all to ``output`` as JSON when it
+    is given."""
     from rich.console import Console
     from rich.table import Table
 
     if output:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         Path(output).write_text(json.dumps({"title": title, **provenance(device), "rows": list(rows)}, indent=1) + "\n")
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     table = Table(title=title, title_justify="left", box=None)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = list(dict.fromkeys(column for row in rows for column in row if column not in hidden))
     for column in columns:
         table.add_column(column.replace("_", " "), justify="left" if column == columns[0] else "right", no_wrap=True)
     for row in rows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,3 +171,44 @@ def test_the_step_compiles_without_a_graph_break(rule: str) -> None:
     step = torch.compile(lambda *x: forms.RULES[rule](*x, "step"), fullgraph=True, backend="eager")
     for compiled, eager in zip(step(*given), forms.RULES[rule](*given, "step")):
         assert torch.equal(compiled, eager)
+
+
+def test_the_first_configuration_is_the_smallest_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compares the kernels on a GPU without tuning them: too large a tile is passed over, tuned elsewhere or not."""
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+    from triton.runtime.errors import OutOfResources
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launched = []
+
+    class Kernel:
+        fn = staticmethod(lambda T: None)
+
+        def run(self, *args: object, **options: int) -> None:
+            if options["num_stages"] > 2 or options["BK"] < 32:
+                raise OutOfResources(options["num_stages"], 2, "shared memory")
+            launched.append((options["BK"], options["num_stages"]))
+
+    sizes = [(128, 4), (64, 2), (16, 2), (32, 3), (32, 2)]
+    configs = [autotuner.Config({"BK": tile}, num_stages=stages) for tile, stages in sizes]
+    kernel = autotuner.Autotuner(Kernel(), ["T"], configs, ["T"], None, None, cache_results=True)
+    before = dict(vars(autotuner.Autotuner))
+    with forms.first_configuration():
+        kernel.run(100)
+        kernel.run(100)
+        kernel.cache[(257,)] = configs[0]  # from a file
+        kernel.run(257)
+    assert launched == [(32, 2)] * 5  # tried and run, run, tried and run
+    assert dict(vars(autotuner.Autotuner)) == before and not list(tmp_path.rglob("*"))
+
+
+def test_a_form_that_fails_costs_its_own_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(*given: object) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setitem(forms.RULES, "gated_delta_rule", broken)
+    monkeypatch.setattr(forms, "cases", lambda tiny, heads: [forms.Case(rule=r, tokens=7, heads=1, size=16) for r in RULES])
+    assert forms.main(["--device", "cpu"]) == 1
+    printed = capsys.readouterr().out
+    assert "6 of 8 rows within tolerance" in printed and "1e-05, 1e-05" in printed
+    assert "FAILED: gated_delta_rule chunked float32 usual: T=7 H=1/1 D=16: RuntimeError: out of resource" in printed
