@@ -1,13 +1,16 @@
 """The exact path: softmax attention over ``w`` latest tokens and ``s`` sinks, at a cost that grows linearly with T.
 
-Blocks of queries meet the keys of their window and the sinks in two batched matrix products. Compiled with the rest of
-the layer it was chosen over FlexAttention and full attention after results/first-runs-h200.md: as fast as the former at
-4k tokens, 1.6 times faster at 32k, and the same code runs on a CPU, in prefill and in decoding.
+On CUDA several tokens go through the Triton kernels of ``linear_core.kernels.windowed``; anything else in blocks:
+queries meet the keys of their window and the sinks in two batched matrix products. results/first-runs-h200.md compares
+the two with FlexAttention and full attention.
 
 Shape letters: R sequences, L tokens of this pass, H query heads, G key/value heads, D head dimension, b block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -16,6 +19,17 @@ from torch.nn import functional
 # Queries a block. Each block meets b + w − 1 keys and copies them once: b = w reads every key twice; below 64 the
 # matrix units idle.
 SMALLEST_BLOCK = 64
+
+
+def _kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The Triton form, where there is a GPU. By name: a model folder made by export carries the blocks alone."""
+    try:
+        return import_module("linear_core.kernels.windowed").windowed_attention if torch.cuda.is_available() else None
+    except ImportError:
+        return None
+
+
+KERNEL = _kernel()
 
 
 def exact_attention(
@@ -27,6 +41,15 @@ def exact_attention(
     none). sink_k, sink_v: [R, s, G, D] the first s tokens of each sequence, as far as they have been seen.
     past: [R] tokens before this pass (None: 0). Returns (o [R, L, H, D] in q's type, log-sum-exp [R, L, H] float32).
     """
+    if KERNEL is not None and q.is_cuda and q.shape[1] > 1:
+        return KERNEL(q, k, v, sink_k, sink_v, window, past)
+    return in_blocks(q, k, v, sink_k, sink_v, window=window, past=past)
+
+
+def in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, *, window: int, past: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``exact_attention`` in PyTorch alone: for the CPU, for one query, and to compare with."""
     rows, length, heads, dim = q.shape
     groups, sinks = k.shape[2], sink_k.shape[1]
     block = min(max(SMALLEST_BLOCK, window), length)
