@@ -117,14 +117,14 @@ def _add_attempt(state: CellState, name: str, cause: str, reason: str, tokens: i
 
 
 def scores_of(store: Store, keys: Sequence[str] | None = None) -> list[tuple[str, str, Score]]:
-    """(train_key, score_key, Score) for these cells, or for all; in the order they were stored."""
+    """(train_key, score_key, Score) for these cells, or for all; in the order they were stored. Details: ``items.kept``."""
     table = schema.scores.c
     rows = store.read(
         sa.select(table.key, table.score_key, table.score).order_by(table.stored_at, table.score_key, table.metric)
     )
     wanted = None if keys is None else set(keys)
     return [
-        (row.key, row.score_key, Score.from_dict({**row.score, "details": {}}))
+        (row.key, row.score_key, Score.from_dict({"details": {}, **row.score}))
         for row in rows
         if wanted is None or row.key in wanted
     ]

@@ -34,7 +34,7 @@ def render(data: pd.DataFrame | Table, format: str = "markdown", *, title: str =
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
     if format == "csv" and not isinstance(data, Table):
-        return data.to_csv(index=False)
+        return data.drop(columns="values", errors="ignore").to_csv(index=False)
     table = data if isinstance(data, Table) else summary(data, title=title)
     return _WRITERS[format](table)
 

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from linear_core.evaluate.scores import Score
-from sweeps import schema
+from sweeps import items, schema
 from sweeps.blobs import Blobs
 from sweeps.cell import Cell
 from sweeps.home import database_url
@@ -187,7 +187,7 @@ class Store:
             kept = set(connection.execute(sa.select(table.c.metric).where(table.c.score_key == score_key)).scalars())
             for score in found:
                 if score.metric not in kept:
-                    small = {k: v for k, v in score.to_dict().items() if k != "details"}
+                    small = {**score.to_dict(), "details": items.kept(score)}
                     row = {"score_key": score_key, "metric": score.metric, "key": claim.key, "value": score.value}
                     connection.execute(sa.insert(table).values({**row, "score": small, "stored_at": self.now}))
 

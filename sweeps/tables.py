@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from linear_core.evaluate.scores import Score, TaskSpec
-from sweeps import cost, published, queries
+from linear_core.evaluate.statistics import mean_and_spread
+from sweeps import cost, items, published, queries
 from sweeps.cell import Cell
+from sweeps.compare import difference, standard_error
 from sweeps.store import Store
 from sweeps.sweep import Sweep, TaskSource
 
@@ -25,7 +27,7 @@ Record = dict[str, Any]
 MEASURED, MISSING = "measured", "missing"
 CACHE_LENGTH = 32768  # tokens at which cache bytes are compared
 WHOLE = ("seed", "length", "limit", "shots", "task_seed", "samples", "tokens", "sequence_length", "batch_size",
-         "warmup_steps", "new_parameters", "cache_bytes")  # fmt: skip
+         "warmup_steps", "new_parameters", "cache_bytes", "gpus")  # fmt: skip
 PER_CENT = ("acc", "acc_norm", "top1")  # shares of items, shown in per cent; all other metrics as they are
 HIGHER = (*PER_CENT, "state_nats")  # what the state saves; of every other metric (perplexities, kl) less is better
 
@@ -35,7 +37,8 @@ def frame(store: Store, sweep: Sweep) -> pd.DataFrame:
 
     Columns: key, setting, label, the axes (base, mechanism, budget, …, seed), training settings, task, metric, value,
     stderr, samples, status (measured, missing), reason, source, harness, flags, new_parameters, cache_bytes (after 32k
-    tokens), tokens, minutes (of training), hardware, commit, at. Values as the harness gives them (accuracy in 0 … 1).
+    tokens), tokens, minutes (of training), gpus, hardware, commit, at; items and values: per-item results, packed
+    (``sweeps.items``). Values as the harness gives them (accuracy in 0 … 1).
     """
     found: dict[str, list[Score]] = {}
     for _, score_key, score in queries.scores_of(store):
@@ -52,17 +55,17 @@ def frame(store: Store, sweep: Sweep) -> pd.DataFrame:
             why = source.reason or failed.get(cell.train_key) or "not measured yet"
             names = dict.fromkeys([*got, *metrics[task]])
             rows += [common | _score_row(task, source, metric, got.get(metric), why) for metric in names]
-    return _frame(rows)
+    return from_records(rows)
 
 
 def concat(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """Several sweeps' frames as one; a score that is in two of them is kept once."""
     rows: dict[tuple[Any, ...], Record] = {}
-    for row in (row for data in frames for row in _records(data)):
+    for row in (row for data in frames for row in records(data)):
         same = (row["key"], _column_key(row))
         if same not in rows or rows[same]["status"] == MISSING:
             rows[same] = row
-    return _frame(list(rows.values()))
+    return from_records(list(rows.values()))
 
 
 def render(data: pd.DataFrame, format: str = "markdown", *, title: str = "") -> str:
@@ -72,14 +75,15 @@ def render(data: pd.DataFrame, format: str = "markdown", *, title: str = "") -> 
     return write(data, format, title=title)
 
 
-def _frame(rows: list[Record]) -> pd.DataFrame:
+def from_records(rows: list[Record]) -> pd.DataFrame:
+    """A frame of rows as dicts, None for what is not there."""
     import pandas as pd
 
     data = pd.DataFrame(rows)
     return data.astype({name: "Int64" for name in WHOLE if name in data})
 
 
-def _records(data: pd.DataFrame) -> list[Record]:
+def records(data: pd.DataFrame) -> list[Record]:
     """Rows as dicts with None for what is not there, whole numbers whole."""
     import pandas as pd
 
@@ -127,7 +131,10 @@ def _axes(cell: Cell) -> Record:
 def _provenance(found: Record) -> Record:
     seconds = found.get("train_seconds")
     minutes = None if seconds is None else seconds / 60
-    return {"minutes": minutes} | {name: found.get(name, "") for name in ("hardware", "commit", "at")}
+    training, placement = found.get("training", {}), found.get("placement", {})
+    how = {"minutes": minutes, "gpus": placement.get("num_gpus")}
+    how |= {"loss": training.get("loss"), "tokens_per_second": training.get("tokens_per_second")}
+    return how | {name: found.get(name, "") for name in ("hardware", "commit", "dirty", "environment", "at")}
 
 
 def _score_row(task: TaskSpec, source: TaskSource, metric: str, score: Score | None, why: str) -> Record:
@@ -142,7 +149,8 @@ def _score_row(task: TaskSpec, source: TaskSource, metric: str, score: Score | N
         "status": MEASURED if there else MISSING, "reason": why, "source": source.source, "harness": source.harness,
     }  # fmt: skip
     row |= {"stderr": score.stderr if score else None, "samples": score.samples if score else None}
-    return row | {"flags": ", ".join(score.flags) if score else "", "eval_seconds": score.seconds if score else None}
+    row |= {"flags": ", ".join(score.flags) if score else "", "eval_seconds": score.seconds if score else None}
+    return row | (items.of(score) if score and there else {"items": None, "values": None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +201,7 @@ class Row:
     is_base: bool
     facts: Record = field(default_factory=dict)
     entries: dict[Column, Entry] = field(default_factory=dict)
+    samples: dict[Column, tuple[Record, ...]] = field(default_factory=dict, repr=False)  # the frame's rows behind each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,10 +218,10 @@ def summary(data: pd.DataFrame, *, title: str = "", all_metrics: bool = False) -
 
     Shows each task's main metric, or all. Only seeds of one setting are averaged, and only those that have a value.
     """
-    records = _records(data)
-    columns = _columns(records, all_metrics)
+    found = records(data)
+    columns = _columns(found, all_metrics)
     groups: dict[str, list[Record]] = {}
-    for record in records:
+    for record in found:
         groups.setdefault(record["setting"], []).append(record)
     names = _names({setting: rows[0] for setting, rows in groups.items()})
     rows = [_row(setting, names[setting], part, columns) for setting, part in groups.items()]
@@ -282,19 +291,20 @@ def _names(settings: dict[str, Record]) -> dict[str, str]:
 
 def _row(setting: str, name: str, part: Sequence[Record], columns: Sequence[Column]) -> Row:
     first = part[0]
-    entries = {}
+    samples = {}
     for column in columns:
         key = (column.spec.name, column.spec.length, column.spec.limit, column.spec.shots, column.spec.seed,
                column.metric, column.source, column.harness)  # fmt: skip
-        if asked := [record for record in part if _column_key(record) == key]:
-            entries[column] = _entry(asked, column)
+        if asked := tuple(record for record in part if _column_key(record) == key):
+            samples[column] = asked
     minutes = list({record["key"]: record["minutes"] for record in part if record["minutes"] is not None}.values())
     facts = {k: first[k] for k in ("mechanism", "budget", "adaptation", "new_parameters", "cache_bytes", "tokens")}
-    facts |= {"minutes": sum(minutes) / len(minutes) if minutes else None}
+    facts |= {"minutes": sum(minutes) / len(minutes) if minutes else None, "gpus": first["gpus"]}
     facts |= {"seeds": len({record["seed"] for record in part})}
     return Row(
         setting=setting, base_setting=first["base_setting"], base=first["base"], recipe=name,
-        is_base=first["is_base"], facts=facts, entries=entries,
+        is_base=first["is_base"], facts=facts, samples=samples,
+        entries={column: _entry(asked, column) for column, asked in samples.items()},
     )  # fmt: skip
 
 
@@ -306,13 +316,8 @@ def _entry(asked: Sequence[Record], column: Column) -> Entry:
     if not there:
         return Entry(note=note, published=fact)
     values = [record["value"] * column.scale for record in there]
-    mean = math.fsum(values) / len(values)
-    spread = error = None
-    if len(values) > 1:
-        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-        error = spread / math.sqrt(len(values))
-    elif there[0]["stderr"] is not None:
-        error = there[0]["stderr"] * column.scale
+    mean, spread = mean_and_spread(values)
+    error = standard_error(values, None if there[0]["stderr"] is None else there[0]["stderr"] * column.scale)
     flags = ", ".join(dict.fromkeys(record["flags"] for record in there if record["flags"]))
     return Entry(
         value=mean, spread=spread, error=error, num_seeds=len(values), published=fact, note=note, flags=flags,
@@ -340,22 +345,19 @@ def _against(row: Row, base: Row | None) -> Row:
 
 
 def _mark_best(rows: list[Row], base: str, columns: Sequence[Column]) -> list[Row]:
-    """Mark the best cell of a base model in each column where it beats every other by two standard errors."""
+    """Mark the best cell of a base model in each column where it beats every other by more than chance."""
     for column in columns:
-        sign = 1 if column.higher_is_better else -1
-        ranked = sorted(
-            (row for row in rows if row.base_setting == base and not row.is_base and column in row.entries
-             and row.entries[column].value is not None),
-            key=lambda row: -sign * (row.entries[column].value or 0.0),
-        )  # fmt: skip
-        if len(ranked) > 1 and all(_beats(ranked[0].entries[column], row.entries[column]) for row in ranked[1:]):
+        ranked = ranking([row for row in rows if row.base_setting == base and not row.is_base], column)
+        found = [difference(row.samples[column], ranked[0].samples[column], column) for row in ranked[1:]]
+        if found and all(each is not None and each.real for each in found):
             best = ranked[0]
             marked = replace(best, entries={**best.entries, column: replace(best.entries[column], best=True)})
             rows = [marked if row is best else row for row in rows]
     return rows
 
 
-def _beats(a: Entry, b: Entry) -> bool:
-    if a.value is None or b.value is None or a.error is None or b.error is None:
-        return False
-    return abs(a.value - b.value) > 2 * math.hypot(a.error, b.error)
+def ranking(rows: Iterable[Row], column: Column) -> list[Row]:
+    """The rows that have a value in a column, best first; equal ones in their order."""
+    sign = -1 if column.higher_is_better else 1
+    there = [row for row in rows if column in row.entries and row.entries[column].value is not None]
+    return sorted(there, key=lambda row: sign * (row.entries[column].value or 0.0))

@@ -95,6 +95,36 @@ def compare(first: Score, second: Score, *, seed: int = 0) -> Comparison:
     )  # fmt: skip
 
 
+def compare_repeats(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Comparison:
+    """Two settings on the same items, each run with one or more seeds: [seeds, items] of values on both sides.
+
+    One seed each of right-or-wrong values: McNemar's p. Otherwise Welch's t with the paired items and each side's seeds
+    as its parts: chance in the items and chance in the training both count. Raises ValueError when items differ.
+    """
+    import numpy as np
+    from scipy.stats import t as student
+
+    a, b = (np.atleast_2d(np.asarray(values, float)) for values in (first, second))
+    _same_length(a[0], b[0])
+    items = a.shape[1]
+    paired = b.mean(0) - a.mean(0)
+    parts = [(float(paired.var(ddof=1)) / items, items - 1)] if items > 1 else []
+    parts += [(float(side.mean(1).var(ddof=1)) / len(side), len(side) - 1) for side in (a, b) if len(side) > 1]
+    difference, variance = float(paired.mean()), sum(part for part, _ in parts)
+    if not parts:
+        return Comparison(difference=difference, low=-math.inf, high=math.inf, p=1.0, items=items, method="one item")
+    if variance == 0:  # the same on every item and seed
+        p = 1.0 if difference == 0 else 0.0
+        return Comparison(difference=difference, low=difference, high=difference, p=p, items=items, method="no spread")
+    freedom = variance**2 / sum(part**2 / free for part, free in parts)
+    half = float(student.ppf(0.975, freedom)) * math.sqrt(variance)
+    p = float(2 * student.sf(abs(difference) / math.sqrt(variance), freedom))
+    method = f"paired items, {len(a)} and {len(b)} seeds"
+    if len(a) == len(b) == 1 and set(np.unique(np.concatenate([a, b]))) <= {0.0, 1.0}:
+        p, method = mcnemar(a[0].tolist(), b[0].tolist()), "McNemar"
+    return Comparison(difference=difference, low=difference - half, high=difference + half, p=p, items=items, method=method)
+
+
 def win_and_tie(base: Mapping[str, float], ours: Mapping[str, float], alpha: float = 0.0) -> float:
     """C_α: share of tasks where ours is at or above base − α (arXiv 2603.15590). Scores: higher is better, one unit.
 
@@ -121,5 +151,5 @@ def _deficits(base: Mapping[str, float], ours: Mapping[str, float]) -> list[floa
 
 
 def _same_length(first: Sequence[float], second: Sequence[float]) -> None:
-    if len(first) != len(second) or not first:
+    if len(first) != len(second) or not len(first):
         raise ValueError(f"a paired comparison needs the same items on both sides, not {len(first)} and {len(second)}")

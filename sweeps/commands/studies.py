@@ -1,4 +1,4 @@
-"""golinear plan, table, grids, status, logs, forget, retry, diff: what to run, and what came out."""
+"""golinear plan, grids, status, logs, forget, retry, diff: what to run, and what came out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JSON = typer.Option(False, "--json", help="as JSON")
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (plan, grids, table, status, logs, forget, retry, diff):
+    for command in (plan, grids, status, logs, forget, retry, diff):
         app.command()(command)
 
 
@@ -116,18 +116,6 @@ def grids(json: bool = JSON) -> None:
     for row in listed:
         rows.add_row(row["grid"], str(row["cells"]), f"{row['h200_hours']:.1f}", row["shows"])
     console.print(rows)
-
-
-def table(
-    sweep: str = SWEEP, format: str = typer.Option("text", help="text, markdown, csv, latex, html, json")
-) -> None:
-    """The scaling table of a sweep: base model and cells, gap to base, cost; built from the store alone."""
-    from sweeps import queries, tables
-    from sweeps.store import Store
-
-    store = Store()
-    _, spec = queries.load_sweep(store, sweep)
-    typer.echo(tables.render(tables.frame(store, spec), format))
 
 
 def status(

@@ -124,9 +124,9 @@ def test_means_are_of_seeds_with_a_value_whatever_the_order(found: list[float | 
         own = score(TaskSpec(name="mmlu"), value)
         source = SWEEP.task_sources[0]
         rows.append(tables._axes(cell) | tables._provenance({}) | tables._score_row(own.task, source, "acc", own, ""))
-    data = tables._frame(rows)
+    data = tables.from_records(rows)
     rng.shuffle(rows)
-    shuffled = tables.summary(tables._frame(rows))
+    shuffled = tables.summary(tables.from_records(rows))
     for recipe, part in (("gdn 56+8", found[1:4]), ("gla 56+8", found[4:7])):
         shown = entry(tables.summary(data), recipe, "mmlu")
         there = [value for value in part if value is not None]

@@ -1,0 +1,47 @@
+"""golinear table, report, figures: what came out of a sweep, from the store or from an exported file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from sweeps.study import Study
+
+SWEEP = typer.Argument(None, help="a sweep's name or id; default: the newest")
+FROM = typer.Option([], "--from", help="instead of the store: a file of golinear table --format json (several: joined)")
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(table)
+
+
+def opened(sweep: str | None, files: list[Path]) -> Study:
+    """The study asked for. Raises ValueError when both a sweep and files are given, and as reading them does."""
+    from sweeps import study
+    from sweeps.store import Store
+
+    if not files:
+        return study.from_store(Store(), sweep)
+    if sweep:
+        raise ValueError(f"give a sweep of the store or --from FILE, not both ({sweep} and {files[0]})")
+    return study.read(files)
+
+
+def table(
+    sweep: str = SWEEP,
+    format: str = typer.Option("text", help="text, markdown, csv, latex, html, json (json: everything, for --from)"),
+    files: list[Path] = FROM,
+) -> None:
+    """The scaling table of a sweep: base model and cells, gap to base, cost; built from the store alone."""
+    from sweeps import render, study
+
+    found = opened(sweep, files)
+    if format == "json":
+        typer.echo(study.to_json(found), nl=False)
+    elif format == "csv":
+        typer.echo(render.render(found.data, "csv"), nl=False)
+    else:
+        typer.echo(render.render(found.table(), format), nl=False)
