@@ -59,14 +59,15 @@ def _forward(
     if NEAR > 0:
         sink = tl.arange(0, S)
         at_sink = ((row * NEAR + sink[:, None]) * G + group) * D + d[None, :]
-        there = (sink[:, None] < NEAR) & wide[None, :]
-        keys = tl.load(sink_k + at_sink, mask=there, other=0.0)
-        scores = _scores(queries, keys, scale, _sink_seen(i, past, L, S, NEAR, WINDOW), PRECISION)
-        largest = tl.max(scores, 1)
-        weights = tl.where(scores == float("-inf"), 0.0, tl.exp(scores - largest[:, None]))
-        total = tl.sum(weights, 1)
-        values = tl.load(sink_v + at_sink, mask=there, other=0.0)
-        read = tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        near = (sink[:, None] < NEAR) & wide[None, :]
+        sink_keys = tl.load(sink_k + at_sink, mask=near, other=0.0)
+        sink_scores = _scores(queries, sink_keys, scale, _sink_seen(i, past, L, S, NEAR, WINDOW), PRECISION)
+        largest = tl.max(sink_scores, 1)
+        base = tl.where(largest == float("-inf"), 0.0, largest)
+        sink_weights = tl.exp(sink_scores - base[:, None])
+        total = tl.sum(sink_weights, 1)
+        sink_values = tl.load(sink_v + at_sink, mask=near, other=0.0)
+        read = tl.dot(sink_weights.to(sink_values.dtype), sink_values, input_precision=PRECISION)
     for tile in range(0, (M + WINDOW - 2) // N + 1):
         j = start + tile * N + tl.arange(0, N)
         there = (j[:, None] < L + WINDOW - 1) & wide[None, :]
@@ -113,19 +114,19 @@ def _backward_q(
     if NEAR > 0:
         sink = tl.arange(0, S)
         at_sink = ((row * NEAR + sink[:, None]) * G + group) * D + d[None, :]
-        there = (sink[:, None] < NEAR) & wide[None, :]
-        keys = tl.load(sink_k + at_sink, mask=there, other=0.0)
-        values = tl.load(sink_v + at_sink, mask=there, other=0.0)
-        scores = _scores(queries, keys, scale, _sink_seen(i, past, L, S, NEAR, WINDOW), PRECISION)
-        weights = tl.exp(scores - log_total[:, None])
-        by_weight = tl.dot(upstream, tl.trans(values), input_precision=PRECISION) - own[:, None]
-        by_score = (weights * by_weight * scale).to(keys.dtype)
-        found = tl.dot(by_score, keys, input_precision=PRECISION)
+        near = (sink[:, None] < NEAR) & wide[None, :]
+        sink_keys = tl.load(sink_k + at_sink, mask=near, other=0.0)
+        sink_values = tl.load(sink_v + at_sink, mask=near, other=0.0)
+        sink_scores = _scores(queries, sink_keys, scale, _sink_seen(i, past, L, S, NEAR, WINDOW), PRECISION)
+        sink_weights = tl.exp(sink_scores - log_total[:, None])
+        by_sink_weight = tl.dot(upstream, tl.trans(sink_values), input_precision=PRECISION) - own[:, None]
+        by_sink_score = (sink_weights * by_sink_weight * scale).to(sink_keys.dtype)
+        found = tl.dot(by_sink_score, sink_keys, input_precision=PRECISION)
         at_part = ((((row * tl.num_programs(0) + tl.program_id(0)) * H + head) * NEAR) + sink[:, None]) * D + d[None, :]
-        by_k = tl.dot(tl.trans(by_score), queries, input_precision=PRECISION)
-        by_v = tl.dot(tl.trans(weights.to(upstream.dtype)), upstream, input_precision=PRECISION)
-        tl.store(grad_sink_k + at_part, by_k, mask=there)
-        tl.store(grad_sink_v + at_part, by_v, mask=there)
+        by_k = tl.dot(tl.trans(by_sink_score), queries, input_precision=PRECISION)
+        by_v = tl.dot(tl.trans(sink_weights.to(upstream.dtype)), upstream, input_precision=PRECISION)
+        tl.store(grad_sink_k + at_part, by_k, mask=near)
+        tl.store(grad_sink_v + at_part, by_v, mask=near)
     for tile in range(0, (M + WINDOW - 2) // N + 1):
         j = start + tile * N + tl.arange(0, N)
         there = (j[:, None] < L + WINDOW - 1) & wide[None, :]
