@@ -43,3 +43,7 @@ def run(
     if not state.is_completed():
         raise Refused(state.message)
     console.print(state.message, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

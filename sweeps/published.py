@@ -56,9 +56,31 @@ def value_of(record: Mapping[str, Any], column: Column) -> float | None:
         return None
     if record["limit"] is not None or not (record["is_base"] or _as_published(record)):
         return None
-    name = task.published if record["length"] is None else f"{task.published}_{record['length']}"
+    name = task_name(column)
     budget = ("", "") if record["is_base"] else (str(record["window"]), str(record["sinks"]))
     return _facts().get((model.published, record["mechanism"], *budget, record["adaptation"], name))
+
+
+def task_name(column: Column) -> str:
+    """What the published tables call a column's task, "" when they do not have it."""
+    from linear_core.evaluate.tasks import TASKS
+
+    name, length = TASKS[column.spec.name].published if column.spec.name in TASKS else "", column.spec.length
+    return f"{name}_{length}" if name and length is not None else name
+
+
+def peers(base: str) -> dict[str, dict[str, float]]:
+    """Other methods' published values on a base model of the registry: name with its cache → task → per cent."""
+    from linear_core.models import REGISTRY
+    from linear_core.recipe import MECHANISMS
+
+    model, found = REGISTRY.get(base), {}
+    for row in rows() if model is not None and model.published else []:
+        if row["base_model"] == model.published and row["mechanism"] not in (*MECHANISMS, "softmax"):
+            cache = _whole(row["window"])
+            name = row["mechanism"] + (f", cache {cache}" if cache else "")
+            found.setdefault(name, {})[row["task"]] = float(row["mean"])
+    return found
 
 
 def _as_published(record: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""A finished table as Markdown, CSV, LaTeX, HTML, JSON, or for the terminal. Imports no torch."""
+"""A finished table in one of its views as Markdown, CSV, LaTeX, HTML, JSON, or for the terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import csv
 import html
 import io
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sweeps.tables import Column, Entry, Row, Table, summary
+from sweeps.tables import Entry, Table, summary
+from sweeps.views import Best, Grid, view
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table as RichTable
 
 FORMATS = ("markdown", "csv", "latex", "html", "json", "text")
-DASH = "–"
-FACTS = ("seeds", "new parameters", "cache at 32k", "tokens", "minutes")
-SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 TEX = {
     "\\": r"\textbackslash{}", "_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "↑": r"$\uparrow$", "↓": r"$\downarrow$",
@@ -26,113 +23,72 @@ TEX = {
 }  # fmt: skip
 
 
-def render(data: pd.DataFrame | Table, format: str = "markdown", *, title: str = "") -> str:
-    """A frame's summary (or a table) in one of ``FORMATS``. ``csv`` of a frame is the frame itself, every row of it.
+def render(data: pd.DataFrame | Table, format: str = "markdown", *, title: str = "", show: str = "summary") -> str:
+    """A frame's summary (or a table) in one of ``FORMATS``, in one of ``views.VIEWS``.
 
-    Raises ValueError for another format.
+    ``csv`` of a frame is the frame itself, every row of it; ``json`` of the summary has numbers instead of text. Raises
+    ValueError for another format or view.
     """
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
-    if format == "csv" and not isinstance(data, Table):
+    if format == "csv" and not isinstance(data, Table) and show == "summary":
         return data.drop(columns="values", errors="ignore").to_csv(index=False)
     table = data if isinstance(data, Table) else summary(data, title=title)
-    return _WRITERS[format](table)
+    if format == "json" and show == "summary":
+        return _json(table)
+    return _WRITERS[format](view(table, show))
 
 
-def grid(table: Table, strong: str = "") -> tuple[list[str], list[list[str]], list[str]]:
-    """Header, rows of text, footnotes: what all text formats share."""
-    notes = dict.fromkeys(entry.note for row in table.rows for entry in row.entries.values() if entry.note)
-    marks = {note: str(count).translate(SUPERSCRIPT) for count, note in enumerate(notes, start=1)}
-    header = ["model", "recipe", *(f"{c.title} {'↑' if c.higher_is_better else '↓'}" for c in table.columns), *FACTS]
-    body = [
-        [row.base, row.recipe, *(_shown(row.entries.get(c), marks, strong) for c in table.columns), *_facts(row)]
-        for row in table.rows
-    ]
-    return header, body, [*(f"{mark} {note}" for note, mark in marks.items()), *map(source_text, table.columns)]
+def _marked(text: str, mark: str) -> str:
+    return f"{mark}{text}{mark}" if isinstance(text, Best) else text
 
 
-def source_text(column: Column) -> str:
-    """Where a column's numbers come from, e.g. ``mmlu: acc of 14042 items; hub cais/mmlu; lm-eval 0.4.13``."""
-    items = "" if column.samples is None else f" of {column.samples} items"
-    return "; ".join([f"{column.title}: {column.metric}{items}", *filter(None, (column.source, column.harness))])
+def _markdown(grid: Grid) -> str:
+    lines = [f"**{grid.title}**", ""] if grid.title else []
+    lines += [f"| {' | '.join(grid.header)} |", f"|{'|'.join(['---', '---', *['--:'] * (len(grid.header) - 2)])}|"]
+    lines += [f"| {' | '.join(_marked(cell, '**').replace('|', '/') for cell in row)} |" for row in grid.body]
+    return "\n".join([*lines, "", *(f"- {note}" for note in grid.notes)]).rstrip() + "\n"
 
 
-def _shown(entry: Entry | None, marks: Mapping[str, str], strong: str) -> str:
-    """An entry's text; the best of its column, where that is sure, between ``strong`` marks."""
-    text = entry_text(entry, marks)
-    return f"{strong}{text}{strong}" if entry is not None and entry.best else text
-
-
-def entry_text(entry: Entry | None, marks: Mapping[str, str]) -> str:
-    """``68.8 ± 0.3 (−6.0; paper 68.8)``; ``–`` with its footnote's mark when missing; empty when not asked for."""
-    if entry is None:
-        return ""
-    mark = marks[entry.note] if entry.note else ""
-    if entry.value is None:
-        return DASH + mark + (f" (paper {entry.published:.2f})" if entry.published is not None else "")
-    text = number(entry.value) + ("" if entry.spread is None else f" ± {number(entry.spread)}")
-    further = [] if entry.gap is None else [signed(entry.gap)]
-    if entry.published is not None:
-        further.append(f"paper {entry.published:.2f}, {signed(entry.value - entry.published)}")
-    if entry.flags:
-        further.append(entry.flags)
-    if entry.partial:
-        further.append(f"partial: {entry.num_seeds} seeds" if entry.num_seeds > 1 else "partial: 1 seed")
-    return text + (f" ({'; '.join(further)})" if further else "") + mark
-
-
-def number(value: float) -> str:
-    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.3g}"
-
-
-def signed(value: float) -> str:
-    return f"{value:+.2f}".replace("-", "−")
-
-
-def _facts(row: Row) -> list[str]:
-    facts = row.facts
-    cache, minutes = f"{facts['cache_bytes'] / 2**20:.1f} MiB", facts["minutes"]
-    if row.is_base:
-        return ["", "", cache, "", ""]
-    parameters, spent = f"{facts['new_parameters'] / 1e6:.2f}M", "" if minutes is None else f"{minutes:.1f}"
-    return [str(facts["seeds"]), parameters, cache, f"{facts['tokens']:,}", spent]
-
-
-def _markdown(table: Table) -> str:
-    header, body, notes = grid(table, strong="**")
-    lines = [f"**{table.title}**", ""] if table.title else []
-    lines += [f"| {' | '.join(header)} |", f"|{'|'.join(['---', '---', *['--:'] * (len(header) - 2)])}|"]
-    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in body]
-    return "\n".join([*lines, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
-
-
-def _csv(table: Table) -> str:
-    header, body, _ = grid(table)
+def _csv(grid: Grid) -> str:
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([header, *body])
+    csv.writer(out, lineterminator="\n").writerows([grid.header, *grid.body])
     return out.getvalue()
 
 
-def _latex(table: Table) -> str:
-    header, body, notes = grid(table)
-    lines = [rf"\begin{{tabular}}{{ll{'r' * (len(header) - 2)}}}", r"\toprule"]
-    lines += [" & ".join(map(_tex, header)) + r" \\", r"\midrule"]
-    lines += [" & ".join(map(_tex, row)) + r" \\" for row in body]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in notes)]) + "\n"
+def _latex(grid: Grid) -> str:
+    lines = [rf"\begin{{tabular}}{{ll{'r' * (len(grid.header) - 2)}}}", r"\toprule"]
+    lines += [" & ".join(map(_tex, grid.header)) + r" \\", r"\midrule"]
+    lines += [" & ".join(map(_tex, row)) + r" \\" for row in grid.body]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in grid.notes)]) + "\n"
 
 
 def _tex(text: str) -> str:
-    return "".join(TEX.get(character, character) for character in text)
+    made = "".join(TEX.get(character, character) for character in text)
+    return rf"\textbf{{{made}}}" if isinstance(text, Best) else made
 
 
-def _html(table: Table) -> str:
-    header, body, notes = grid(table)
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in body)
-    caption = f"<caption>{html.escape(table.title)}</caption>" if table.title else ""
-    listed = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
-    body_html = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>"
-    return f'<table class="golinear">{caption}{body_html}</table>\n<ul class="notes">{listed}</ul>\n'
+def _html(grid: Grid) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in grid.header)
+    rows = "".join(f"<tr>{''.join(map(_place, row))}</tr>\n" for row in grid.body)
+    caption = f"<caption>{html.escape(grid.title)}</caption>" if grid.title else ""
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in grid.notes)
+    body = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>"
+    listed = f'<ul class="notes">{notes}</ul>\n' if notes else ""
+    return f'<div class="wide"><table class="golinear">{caption}{body}</table></div>\n{listed}'
+
+
+def _place(text: str) -> str:
+    """A place of an HTML table: what stands in brackets is small."""
+    value, bracket, further = text.partition(" (")
+    small = f" <small>{html.escape(bracket.strip() + further)}</small>" if bracket else ""
+    kind = ' class="best"' if isinstance(text, Best) else ""
+    return f"<td{kind}>{html.escape(value)}{small}</td>"
+
+
+def _rows_json(grid: Grid) -> str:
+    rows = [dict(zip(grid.header, row)) for row in grid.body]
+    return json.dumps({"title": grid.title, "rows": rows, "notes": grid.notes}, indent=2, ensure_ascii=False)
 
 
 def _json(table: Table) -> str:
@@ -152,30 +108,27 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
     return {"value": None, **said}
 
 
-def _text(table: Table) -> str:
+def _text(grid: Grid) -> str:
     from rich.console import Console
 
     console = Console(width=200, record=True, file=io.StringIO())
-    shown = rich_table(table)
-    shown.caption = None
-    console.print(shown)
-    for note in grid(table)[2]:
+    console.print(rich_table(grid))
+    for note in grid.notes:
         console.print(note, style="dim", markup=False)
     return console.export_text()
 
 
-def rich_table(table: Table) -> RichTable:
-    """For the terminal; footnotes are the caption."""
+def rich_table(grid: Grid) -> RichTable:
+    """For the terminal, without the footnotes."""
     from rich.markup import escape
     from rich.table import Table as RichTable
 
-    header, body, notes = grid(table)
-    made = RichTable(title=table.title or None, caption="\n".join(map(escape, notes)) or None, caption_justify="left")
-    for position, name in enumerate(header):
+    made = RichTable(title=grid.title or None)
+    for position, name in enumerate(grid.header):
         made.add_column(name, justify="left" if position < 2 else "right")
-    for row in body:
-        made.add_row(*map(escape, row))
+    for row in grid.body:
+        made.add_row(*(f"[bold]{escape(cell)}[/]" if isinstance(cell, Best) else escape(cell) for cell in row))
     return made
 
 
-_WRITERS = {"markdown": _markdown, "csv": _csv, "latex": _latex, "html": _html, "json": _json, "text": _text}
+_WRITERS = {"markdown": _markdown, "csv": _csv, "latex": _latex, "html": _html, "json": _rows_json, "text": _text}

@@ -68,11 +68,11 @@ def concat(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
     return from_records(list(rows.values()))
 
 
-def render(data: pd.DataFrame, format: str = "markdown", *, title: str = "") -> str:
+def render(data: pd.DataFrame, format: str = "markdown", *, title: str = "", show: str = "summary") -> str:
     """The summary of a frame as markdown, csv, latex, html, json or text (``sweeps.render``)."""
     from sweeps.render import render as write
 
-    return write(data, format, title=title)
+    return write(data, format, title=title, show=show)
 
 
 def from_records(rows: list[Record]) -> pd.DataFrame:

@@ -33,15 +33,15 @@ def opened(sweep: str | None, files: list[Path]) -> Study:
 def table(
     sweep: str = SWEEP,
     format: str = typer.Option("text", help="text, markdown, csv, latex, html, json (json: everything, for --from)"),
+    view: str = typer.Option("summary", help="summary, scores, gaps, kept, published, seeds, cost"),
     files: list[Path] = FROM,
 ) -> None:
     """The scaling table of a sweep: base model and cells, gap to base, cost; built from the store alone."""
     from sweeps import render, study
 
     found = opened(sweep, files)
-    if format == "json":
+    if format == "json" and view == "summary":
         typer.echo(study.to_json(found), nl=False)
-    elif format == "csv":
-        typer.echo(render.render(found.data, "csv"), nl=False)
     else:
-        typer.echo(render.render(found.table(), format), nl=False)
+        whole = format == "csv" and view == "summary"
+        typer.echo(render.render(found.data if whole else found.table(), format, show=view), nl=False)

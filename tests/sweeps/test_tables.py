@@ -22,6 +22,7 @@ from sweeps.grids import ablation, join
 from sweeps.store import Store, new_holder
 from sweeps.sweep import Sweep
 from sweeps.tables import Entry, Table
+from sweeps.views import VIEWS, view
 
 SWEEP = pinned(
     ablation("smollm2-135m", "gdn,gla", "56+8", "none", "1,2,3", tasks="mmlu,lambada_openai"),
@@ -203,9 +204,68 @@ def test_every_format_holds_the_whole_table_and_the_store_rebuilds_it(store: Sto
     assert shown["rows"][1]["scores"]["mmlu"]["kept"] == pytest.approx(90.0)
     assert shown["rows"][1]["scores"]["lambada_openai"]["value"] is None
     assert texts["latex"].count(r"\\") == 4 and r"lambada\_openai" in texts["latex"]
-    assert render.rich_table(table).row_count == 3
+    assert render.rich_table(view(table)).row_count == 3
     with pytest.raises(ValueError, match="allowed: markdown, csv"):
         tables.render(data, "xls")
+
+
+def test_views_show_one_side_each_in_every_format(store: Store) -> None:
+    table = filled(store)
+    rows = {name: {row[1]: row[2:] for row in view(table, name).body} for name in VIEWS}
+    assert rows["gaps"]["gdn 56+8"][0].startswith("−4.00 (−10.0 %)") and rows["gaps"]["base"][0] == ""
+    assert rows["kept"]["gdn 56+8"][0].startswith("90.0 %") and rows["kept"]["gdn 56+8"][-1] == "–"
+    assert rows["seeds"]["gdn 56+8 seed 2"] == ("37.00", "–¹") and rows["seeds"]["gdn 56+8 seed 3"] == ("–²", "–¹")
+    assert view(table, "seeds").notes == ("¹ no data here; set GOLINEAR_DATA", "² its data is not here")
+    assert rows["cost"]["gdn 56+8"] == ("3", "0.73M", "5.8 MiB", "10,240,000", "1.0")
+    assert rows["summary"]["gdn 56+8"] == rows["scores"]["gdn 56+8"] + rows["cost"]["gdn 56+8"]
+    for name in VIEWS:
+        for kind in render.FORMATS:
+            assert render.render(table, kind, show=name).endswith("\n") or kind == "json"
+    with pytest.raises(ValueError, match="allowed: summary, scores, gaps"):
+        render.render(table, show="best")
+
+
+def test_the_published_view_has_ours_the_papers_and_the_peers(store: Store) -> None:
+    sweep = pinned(ablation("llama3.1-8b", "gdn", "120+8", "conv", tasks="mmlu,piqa:50"))
+    for cell, value in zip(sweep.cells, (0.66, 0.60)):
+        finish(store, sweep, cell, {"mmlu": value})
+    shown = view(tables.summary(tables.frame(store, sweep)), "published")
+    assert shown.header == ("model", "recipe", "mmlu ↑")
+    facts = {recipe: text for _, recipe, text in shown.body}
+    paper = float(published_value("120", "mmlu_5shot"))
+    assert facts["gdn 120+8 conv"] == f"60.00 / {paper:.2f} ({60 - paper:+.2f})".replace("-", "−")
+    assert facts["base"] == "66.00 / 65.25 (+0.75)" and facts["lolcats, cache 64 (published)"] == "54.88"
+
+
+CHANGES = st.sampled_from(
+    [("recipe", {name: value}) for name, value in {
+        "mechanism": "gla", "window": 57, "sinks": 4, "adaptation": "conv", "merge": "mass", "softmax_layers": "list:0",
+        "gate_bias": 1.5, "learned_read_scale": True}.items()]
+    + [("train", {name: value}) for name, value in {
+        "tokens": 4097, "sequence_length": 64, "batch_size": 2, "learning_rate": 1.0000001e-3, "warmup_steps": 1,
+        "objective": "kl", "weight_decay": 0.1, "clip_norm": 2.0, "beta1": 0.8, "beta2": 0.99, "final_learning_rate": 0.1,
+        "isolate_documents": True}.items()]
+    + [("", {"revision": "rev2"}), ("", {"data": "text2"})]
+)  # fmt: skip
+
+
+@given(CHANGES, st.floats(0, 1), st.floats(0, 1))
+def test_rows_that_differ_in_any_setting_are_never_merged(change: tuple[str, dict], a: float, b: float) -> None:
+    """One changed field of recipe, training, weights or text: two rows, each with its own value, and names that differ."""
+    where, fields = change
+    base, cell = pinned(ablation("smollm2-135m", "gdn", tasks="mmlu", train=TrainSettings(tokens=4096))).cells
+    other = dataclasses.replace(cell, **({where: dataclasses.replace(getattr(cell, where), **fields)} if where else fields))
+    rows = []
+    for each, value in ((base, 1.0), (other.base_of(), 1.0), (cell, a), (other, b)):
+        own = score(TaskSpec(name="mmlu"), value)
+        row = tables._axes(each) | tables._provenance({}) | tables._score_row(own.task, SWEEP.task_sources[0], "acc", own, "")
+        rows += [row] if row not in rows else []
+    made = tables.summary(tables.from_records(rows))
+    converted = [row for row in made.rows if not row.is_base]
+    assert len(converted) == 2 and len({row.recipe for row in converted}) == 2
+    found = sorted(entry.value for row in converted for entry in row.entries.values())
+    assert found == pytest.approx(sorted([100 * a, 100 * b]))
+    assert all(entry.num_seeds == 1 for row in converted for entry in row.entries.values())
 
 
 def test_two_base_models_of_one_name_are_kept_apart_and_no_path_is_shown(store: Store, tmp_path: Path) -> None:
