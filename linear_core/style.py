@@ -21,7 +21,7 @@ SEQUENTIAL = "cividis"  # for maps: the same to all eyes, and monotone in grey
 WIDTH = 7.0  # inches of a full-width figure: the text width of an A4 page
 FONT = 9.0  # points at that width
 
-SETTINGS: dict[str, Any] = {
+SETTINGS: Any = {
     "font.size": FONT, "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"],
     "axes.titlesize": FONT, "axes.labelsize": FONT, "legend.fontsize": FONT - 1, "xtick.labelsize": FONT - 1,
     "ytick.labelsize": FONT - 1, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,

@@ -74,9 +74,10 @@ def peers(base: str) -> dict[str, dict[str, float]]:
     from linear_core.models import REGISTRY
     from linear_core.recipe import MECHANISMS
 
-    model, found = REGISTRY.get(base), {}
-    for row in rows() if model is not None and model.published else []:
-        if row["base_model"] == model.published and row["mechanism"] not in (*MECHANISMS, "softmax"):
+    found: dict[str, dict[str, float]] = {}
+    name_of_base = REGISTRY[base].published if base in REGISTRY else ""
+    for row in rows():
+        if name_of_base and row["base_model"] == name_of_base and row["mechanism"] not in (*MECHANISMS, "softmax"):
             cache = _whole(row["window"])
             name = row["mechanism"] + (f", cache {cache}" if cache else "")
             found.setdefault(name, {})[row["task"]] = float(row["mean"])
