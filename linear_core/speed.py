@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 
 from linear_core.objectives import Objective, Sequences
 from linear_core.step import Stopped, Trainee, train_step
@@ -47,11 +48,23 @@ def compiled(models: Sequence[Any]) -> Iterator[None]:
                 layer._compiled_call_impl = None
 
 
+@contextmanager
+def plain_causal() -> Iterator[None]:
+    """Within it transformers takes rows for single documents, as rows without document_ids are. It would look at the
+    positions to find out, cannot do so during a capture, and would then make a mask of T × T."""
+    kept = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = kept
+
+
 class Recorded:
     """Work on a step's sequences, recorded in a CUDA graph once it has run a few times; for sequences of one shape."""
 
     def __init__(self, work: Callable[[Sequences], Tensor]) -> None:
-        self._work = work
+        self._work = plain_causal()(work)
         self._seen = 0
         self._refused = False
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 SMALLEST_TILE = 16  # of a matrix product
-QUERIES, KEYS = 64, 64
+TILE = {2: 64, 4: 32}  # queries and keys of a tile by bytes of an element: what shared memory holds at D = 128
 
 
 @triton.jit
@@ -130,9 +130,7 @@ def _backward_q(
     for tile in range(0, (M + WINDOW - 2) // N + 1):
         j = start + tile * N + tl.arange(0, N)
         there = (j[:, None] < L + WINDOW - 1) & wide[None, :]
-        keys = tl.load(
-            k + row * k_r + j[:, None].to(tl.int64) * k_t + group * k_h + d[None, :], mask=there, other=0.0
-        )
+        keys = tl.load(k + row * k_r + j[:, None].to(tl.int64) * k_t + group * k_h + d[None, :], mask=there, other=0.0)
         values = tl.load(
             v + row * v_r + j[:, None].to(tl.int64) * v_t + group * v_h + d[None, :], mask=there, other=0.0
         )
@@ -165,9 +163,7 @@ def _backward_kv(
         i = start - (WINDOW - 1) + (step % tiles) * M + tl.arange(0, M)
         inside = (i >= 0) & (i < L)
         real = inside[:, None] & wide[None, :]
-        queries = tl.load(
-            q + row * q_r + i[:, None].to(tl.int64) * q_t + head * q_h + d[None, :], mask=real, other=0.0
-        )
+        queries = tl.load(q + row * q_r + i[:, None].to(tl.int64) * q_t + head * q_h + d[None, :], mask=real, other=0.0)
         at = (row * L + i.to(tl.int64)) * H + head
         upstream = tl.load(grad_o + at[:, None] * D + d[None, :], mask=real, other=0.0)
         log_total = tl.load(lse + at, mask=inside, other=0.0)
@@ -192,7 +188,7 @@ def windowed_attention(
     q, k, v, sink_k, sink_v = _arranged(q, k, v, sink_k, sink_v)
     rows, length, heads, dim = q.shape
     o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
-    grid = (triton.cdiv(length, QUERIES), rows * heads)
+    grid = (triton.cdiv(length, _tile(q)), rows * heads)
     _forward[grid](
         q, k, v, sink_k, sink_v, o, lse, _or(past, q), *_strides(q, k, v), dim**-0.5, length, heads, k.shape[2],
         NEAR=sink_k.shape[1], S=_power(sink_k.shape[1]), num_warps=4, num_stages=2, **_constants(q, window, past),
@@ -215,7 +211,7 @@ def _windowed_attention_backward(
     grad_o, grad_lse = grad_o.contiguous(), grad_lse.contiguous()
     rows, length, heads, dim = q.shape
     groups, sinks = k.shape[2], sink_k.shape[1]
-    blocks = triton.cdiv(length, QUERIES)
+    blocks = triton.cdiv(length, _tile(q))
     grad_q, delta = q.new_empty(q.shape), torch.empty_like(lse)
     grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
     parts = q.new_empty(2, rows, blocks, heads, sinks, dim, dtype=torch.float32)
@@ -225,7 +221,7 @@ def _windowed_attention_backward(
         q, k, v, sink_k, sink_v, o, lse, grad_o, grad_lse, grad_q, delta, parts[0], parts[1], _or(past, q), *sizes,
         NEAR=sinks, S=_power(sinks), num_warps=4, num_stages=2, **common,
     )  # fmt: skip
-    _backward_kv[(triton.cdiv(k.shape[1], KEYS), rows * groups)](
+    _backward_kv[(triton.cdiv(k.shape[1], _tile(q)), rows * groups)](
         q, k, v, lse, grad_o, delta, grad_k, grad_v, _or(past, q), *sizes, num_warps=4, num_stages=2, **common
     )
     parts = parts.unflatten(3, (groups, heads // groups))
@@ -271,6 +267,10 @@ def _or(past: Tensor | None, other: Tensor) -> Tensor:
     return other if past is None else past
 
 
+def _tile(q: Tensor) -> int:
+    return TILE[q.element_size()] if q.shape[-1] <= 128 else TILE[q.element_size()] // 2
+
+
 def _power(sinks: int) -> int:
     return max(SMALLEST_TILE, triton.next_power_of_2(sinks))
 
@@ -278,6 +278,6 @@ def _power(sinks: int) -> int:
 def _constants(q: Tensor, window: int, past: Tensor | None) -> dict[str, Any]:
     dim = q.shape[-1]
     return {
-        "D": dim, "WIDTH": max(SMALLEST_TILE, triton.next_power_of_2(dim)), "WINDOW": window, "M": QUERIES, "N": KEYS,
+        "D": dim, "WIDTH": max(SMALLEST_TILE, triton.next_power_of_2(dim)), "WINDOW": window, "M": _tile(q), "N": _tile(q),
         "HAS_PAST": past is not None, "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
