@@ -45,5 +45,33 @@ def run(
     console.print(state.message, highlight=False)
 
 
+@app.command()
+def watch(
+    source: str = typer.Option("hub", help="hub, or a folder of model folders"),
+    organisations: str = typer.Option("Qwen,meta-llama,HuggingFaceTB", help="whose models, on the hub"),
+    names: str = typer.Option("*", help="shell patterns of their names, e.g. Qwen3-*-Base"),
+    licences: str = typer.Option("apache-2.0,mit,llama3.1", help="that are allowed; any: all"),
+    min_parameters: str = typer.Option("100M", help="of a model"),
+    max_parameters: str = typer.Option("9B", help="of a model"),
+    max_age_days: int = typer.Option(90, help="since it was made; 0: any age"),
+    at_most: int = typer.Option(1, help="models to start"),
+    deployment: str = typer.Option("sweep/ablation", help="what is started for each"),
+    dry_run: bool = typer.Option(False, "--dry-run", help="list them with why and why not; start nothing"),
+) -> None:
+    """Look for new base models and start a sweep of each: the flow of `prefect deployment run new-models/watch`."""
+    from sweeps import services
+
+    options = {name: value for name, value in locals().items() if name != "services"}
+    if not (server := services.urls().get("prefect", "")):
+        raise Refused("Prefect does not run here; golinear up starts it")
+    os.environ.update(services.environment(server))
+    from flows.new_models import new_models
+
+    state = new_models(**options, return_state=True)
+    if not state.is_completed():
+        raise Refused(state.message)
+    console.print(state.message, highlight=False)
+
+
 if __name__ == "__main__":
     main()

@@ -18,6 +18,7 @@ from prefect import flow, get_run_logger, runtime
 from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, Failed, State
 
+from flows import notify as notifications
 from flows.cluster import Capacity, check_feasible, cluster
 from flows.progress import Forgiving
 from flows.runner import DONE, Outcome, Runner
@@ -33,7 +34,14 @@ from sweeps.tracking import Tracker, prepare
 Words = str | list[str]
 
 
-@flow(name="sweep", description="Linearize base models in several ways, train, measure against the base, make a table.")
+@flow(
+    name="sweep",
+    description="Linearize base models in several ways, train, measure against the base, make a table.",
+    on_completion=[notifications.on_end],
+    on_failure=[notifications.on_end],
+    on_crashed=[notifications.on_end],
+    on_cancellation=[notifications.on_end],
+)
 def sweep(
     grid: str = "ablation",
     models: Words | None = None,
@@ -60,17 +68,20 @@ def sweep(
     checkpoint_minutes: float | None = None,
     max_gpu_hours: float | None = None,
     fail_fast: bool = False,
+    notify: str = "",
 ) -> State:
     """Run a sweep. ``sweeps.request.HELP`` says what the parameters mean; None is the grid's default.
 
     gpus: of one cell; default one where there is one. workers: cells at work at a time; default one a GPU, or one.
-    checkpoint_minutes: between checkpoints; default 2, on a CPU a quarter of a minute.
+    checkpoint_minutes: between checkpoints; default 2, on a CPU a quarter of a minute. notify: the Prefect block that is
+    told of the end (secret/NAME, webhook/NAME, slack-webhook/NAME).
     COMPLETED only if every cell is done; otherwise FAILED, naming the cells, while the others keep their scores.
     Raises ValueError, before anything starts, for whatever is not allowed.
     """
     given = {name: value for name, value in locals().items() if name in HELP}
     clock = Clock()
     say = get_run_logger().info
+    notifications.check(notify)
     _outlive_the_worker()
     with ExitStack() as stack:
         spec = pin(build(grid, **given))

@@ -268,7 +268,7 @@ def revision(base: BaseModel) -> str:
     so that a 60 GB model costs milliseconds. A hub id: the commit in the local cache, else the hub's.
     """
     if base.is_folder:
-        return _folder_revision(base.source)
+        return folder_revision(base.source)
     from huggingface_hub import constants
 
     ref = Path(constants.HF_HUB_CACHE) / f"models--{base.source.replace('/', '--')}" / "refs" / "main"
@@ -278,7 +278,8 @@ def revision(base: BaseModel) -> str:
 
 
 @cache
-def _folder_revision(folder: str) -> str:
+def folder_revision(folder: str) -> str:
+    """See ``revision``. Raises OSError without a config.json."""
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
     for path in sorted(Path(folder).glob("*.safetensors")):
         size = path.stat().st_size

@@ -299,3 +299,19 @@ def measurements(store: Store) -> dict[str, float]:
     return {
         row.name: row.value for row in store.read(sa.select(schema.measurements.c.name, schema.measurements.c.value))
     }
+
+
+def started_models(store: Store, deployment: str) -> set[tuple[str, str]]:
+    """(model, revision) of every new base model that this deployment was started for."""
+    table = schema.started.c
+    return {(row.model, row.revision) for row in store.read(sa.select(table.model, table.revision).where(table.deployment == deployment))}
+
+
+def note_started(store: Store, deployment: str, model: str, revision: str, flow_run: str) -> None:
+    """Remember it; noted before: replaced."""
+    table = schema.started
+    same = (table.c.model == model, table.c.revision == revision, table.c.deployment == deployment)
+    with store.engine.begin() as connection:
+        connection.execute(sa.delete(table).where(*same))
+        row = {"model": model, "revision": revision, "deployment": deployment, "flow_run": flow_run}
+        connection.execute(sa.insert(table).values(**row, started_at=store.now))

@@ -84,6 +84,16 @@ measurements = sa.Table(
     sa.Column("value", sa.Float, nullable=False),
     sa.Column("stored_at", sa.Float, nullable=False),
 )
+# Which revisions of which new base models a deployment was started for (flows/new_models.py): once each.
+started = sa.Table(
+    "started",
+    metadata,
+    sa.Column("model", sa.String(300), primary_key=True),
+    sa.Column("revision", sa.String(64), primary_key=True),
+    sa.Column("deployment", sa.String(200), primary_key=True),
+    sa.Column("flow_run", sa.String(64), nullable=False),
+    sa.Column("started_at", sa.Float, nullable=False),
+)
 
 
 def open_engine(url: str) -> sa.Engine:
@@ -100,7 +110,8 @@ def open_engine(url: str) -> sa.Engine:
     elif backend == "postgresql":
         engine = sa.create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
     else:
-        raise ValueError(f"database {url!r} is not supported; allowed: sqlite:////path/store.db, postgresql://…")
+        shown = parsed.render_as_string(hide_password=True)
+        raise ValueError(f"database {shown!r} is not supported; allowed: sqlite:////path/store.db, postgresql://…")
     _create(engine)
     return engine
 

@@ -33,7 +33,8 @@ POOL = "golinear"
 START_SECONDS = 180.0
 STOP_SECONDS = 20.0
 _recording = Lock()
-PASSED_ON = ("GOLINEAR_DATA", "GOLINEAR_CACHE", "GOLINEAR_DATABASE_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS")
+PASSED_ON = ("GOLINEAR_DATA", "GOLINEAR_CACHE", "GOLINEAR_DATABASE_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS",
+             "GOLINEAR_BLOBS", "GOLINEAR_NOTIFY", "GOLINEAR_WEBHOOK_URL", "HF_ENDPOINT", "HF_TOKEN")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def _start_worker(prefect_url: str, say: Callable[[str], None]) -> Running:
 def _deploy(server: Running, say: Callable[[str], None]) -> None:
     """``prefect deploy --all``, unless this server has these very files already."""
     marker = home() / "deployed"
-    digest = _digest(server.started, *(Path(p).read_text() for p in ("prefect.yaml", "flows/sweep.py")))
+    digest = _digest(server.started, *(Path(p).read_text() for p in ("prefect.yaml", "flows/sweep.py", "flows/new_models.py")))
     if marker.exists() and marker.read_text() == digest:
         return
     say("deploying prefect.yaml")

@@ -16,11 +16,12 @@ log = logging.getLogger(__name__)
 
 
 def revision_of(model: BaseModel) -> str:
-    """Of the weights at hand, else the hub's newest (asked within seconds); ``unresolved`` when neither is there."""
+    """A folder's digest; of a hub model the hub's newest, which loading takes too (asked within seconds), else the cached
+    one; ``unresolved`` when neither is there."""
     from linear_core.models import revision
 
     found = revision(model)
-    if found != "unresolved" or _offline() or not hub_reachable():
+    if model.is_folder or _offline() or not hub_reachable():
         return found
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -46,7 +47,7 @@ def why_not_at_hand(model: BaseModel) -> str:
     snapshots = Path(constants.HF_HUB_CACHE) / f"models--{model.source.replace('/', '--')}" / "snapshots"
     if any(snapshots.glob("*/*.safetensors")):
         return ""
-    if model.gated and not _has_token():
+    if model.gated and not has_token():
         return f"weights not available: {model.source} is gated; accept its licence on the hub and set HF_TOKEN"
     if _offline():
         return f"weights not available: {model.source} is not in the local cache and HF_HUB_OFFLINE is set"
@@ -60,7 +61,8 @@ def _offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
-def _has_token() -> bool:
+def has_token() -> bool:
+    """Whether a token of the hub is there: HF_TOKEN, or what ``hf auth login`` keeps."""
     cache_root = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     return bool(os.environ.get("HF_TOKEN")) or (cache_root / "token").exists()
 
