@@ -21,7 +21,7 @@ from linear_core.objectives import Objective, Sequences, make_objective
 from linear_core.optim import NewParameterOptimizer, learning_rate
 from linear_core.outcome import Interrupted, NonFiniteError, TrainResult
 from linear_core.settings import TrainSettings, parse_objective
-from linear_core.speed import FastStep, compiled
+from linear_core.speed import FastStep, checkpoint_activations, compiled
 from linear_core.step import Stopped, Trainee, find_non_finite
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,15 @@ T = TypeVar("T")
 class Memory:
     """How a step is cut to fit, and the ladder down which it goes when memory runs out."""
 
-    def __init__(self, models: Sequence[Any], micro_batch: int, on_shrink: Callable[[], None] = lambda: None) -> None:
-        self.models, self.micro_batch, self.checkpointing = models, micro_batch, False
+    def __init__(
+        self,
+        models: Sequence[Any],
+        micro_batch: int,
+        checkpointing: bool = False,
+        on_shrink: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.models, self.micro_batch = models, micro_batch
+        self.checkpoint_activations(checkpointing)
         self.on_shrink = on_shrink  # frees what was built for the larger plan
 
     def fit(self, work: Callable[[int], T]) -> T:
@@ -67,16 +74,10 @@ class Memory:
         return True
 
     def checkpoint_activations(self, on: bool) -> None:
-        """transformers' own, a layer at a time. It needs train mode, which changes nothing else: there is no dropout."""
-        if on == self.checkpointing:
-            return
+        """Of all models, a layer at a time."""
         self.checkpointing = on
         for model in self.models:
-            if on:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            else:
-                model.gradient_checkpointing_disable()
-            model.train(on)
+            checkpoint_activations(model, on)
 
 
 class Cell:
@@ -114,6 +115,7 @@ class Run:
         seed: int,
         *,
         micro_batch: int,
+        checkpointing: bool,
         checkpoint_seconds: float,
         on_progress: Progress,
         should_stop: Callable[[], bool],
@@ -121,7 +123,7 @@ class Run:
         self.settings, self.data, self.seed = settings, data, seed
         self.checkpoint_seconds, self.on_progress, self.should_stop = checkpoint_seconds, on_progress, should_stop
         self.fast_step = FastStep()
-        self.memory = Memory(models, micro_batch, on_shrink=self.fast_step.reset)
+        self.memory = Memory(models, micro_batch, checkpointing, on_shrink=self.fast_step.reset)
         self.device = next(models[0].parameters()).device
         identity = {
             "settings": settings.canonical(),

@@ -3,6 +3,7 @@
 ``compiled`` compiles each decoder layer on its own (one compilation serves all layers of a model). ``FastStep`` records
 a whole step in a CUDA graph once its shapes have been seen, and replays it: a 135M model spends nine tenths of an eager
 step on launching kernels. Neither changes what a step computes but for rounding; on the CPU both leave things alone.
+``checkpoint_activations`` keeps only the inputs of the layers for the backward pass, which runs each layer again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from linear_core.objectives import Objective, Sequences
@@ -26,26 +28,72 @@ EAGER_STEPS = 3  # before a capture: kernels are compiled and chosen, memory is 
 RECOMPILE_LIMIT = 64  # a process trains many recipes; dynamo's own limit of 8 would fall back to eager silently
 
 
+class LayerCall:
+    """Stands in for a decoder layer's ``forward``: compiled or not, its activations kept or made again.
+
+    The checkpoint lies around the compiled code, which breaks at the kernels and could not be compiled with a checkpoint
+    in it. Hooks of the module, those of sharded weights too, lie around both.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._plain = layer, layer.forward
+        self._compiled: Callable[..., Any] | None = None
+        self._recomputes = False
+
+    @classmethod
+    def of(cls, layer: Any) -> LayerCall:
+        """The layer's own, installed when it has none."""
+        if not isinstance(layer.forward, cls):
+            layer.forward = cls(layer)
+        return layer.forward
+
+    def set(self, *, backend: str | None = None, recompute: bool | None = None) -> None:
+        """backend: of torch.compile, "" for the plain code again. With nothing left to do the layer is as it was."""
+        if backend is not None:
+            self._compiled = torch.compile(self._plain, dynamic=False, backend=backend) if backend else None
+        if recompute is not None:
+            self._recomputes = recompute
+        if self._compiled is None and not self._recomputes:
+            del self._layer.forward
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        run = self._compiled or self._plain
+        if not (self._recomputes and torch.is_grad_enabled()):
+            return run(*arguments, **named)
+        # there is no dropout whose random numbers would have to be drawn again; reading the generator's state would
+        # keep a step from being recorded in a CUDA graph
+        return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
+
+
+def checkpoint_activations(model: Any, on: bool = True) -> None:
+    """Of every decoder layer of a plain or linearized model. Costs a forward pass a step and changes no number."""
+    for layer in model.model.layers:
+        LayerCall.of(layer).set(recompute=on)
+
+
 @contextmanager
-def compiled(models: Sequence[Any]) -> Iterator[None]:
+def compiled(models: Sequence[Any], backend: str = "inductor") -> Iterator[None]:
     """Within it the decoder layers of these models run compiled, for shapes that stay the same (training on CUDA).
 
     The first layer stays eager: its input wants no gradient, which would be a second compilation for one layer.
+    backend: of torch.compile; with another than inductor the layers are compiled on a CPU too.
     """
-    layers = [layer for model in models if model.device.type == "cuda" for layer in model.model.layers[1:]]
+    on_cpu_too = backend != "inductor"
+    chosen = [model for model in models if on_cpu_too or model.device.type == "cuda"]
+    calls = [LayerCall.of(layer) for model in chosen for layer in model.model.layers[1:]]
     limits: dict[str, Any] = {
         "recompile_limit": RECOMPILE_LIMIT,
         "accumulated_recompile_limit": 16 * RECOMPILE_LIMIT,
         "suppress_errors": True,  # what cannot be compiled runs eagerly, with a warning
     }
     with torch._dynamo.config.patch(limits):
-        for layer in layers:
-            layer.compile(dynamic=False)
+        for call in calls:
+            call.set(backend=backend)
         try:
             yield
         finally:
-            for layer in layers:
-                layer._compiled_call_impl = None
+            for call in calls:
+                call.set(backend="")
 
 
 @contextmanager

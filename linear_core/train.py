@@ -35,20 +35,22 @@ def train(
     folder: str | Path,
     seed: int,
     micro_batch: int | None = None,
+    checkpoint_activations: bool = False,
     checkpoint_minutes: float = 5.0,
     on_progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> TrainResult:
     """Train a linearized model's new parameters in place, going on from the last complete checkpoint in ``folder``.
 
-    micro_batch: rows in one forward, the batch size unless given; halved when memory runs out. on_progress: gets each
-    row of the curve with ``stage``, ``done``, ``total`` and ``unit``. should_stop: asked before every micro-batch.
+    micro_batch: rows in one forward, the batch size unless given; halved when memory runs out. checkpoint_activations:
+    from the start, not only once a single row does not fit without. on_progress: gets each row of the curve with
+    ``stage``, ``done``, ``total`` and ``unit``. should_stop: asked before every micro-batch.
     Raises ValueError when the folder's checkpoint is of another run (naming what drifted) or the data too short,
     NonFiniteError, Interrupted, and torch.OutOfMemoryError when not even one row with activation checkpointing fits.
     """
     (result,) = train_cells(
         [model], settings, data, folders=[folder], seed=seed, micro_batch=micro_batch, should_stop=should_stop,
-        checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
+        checkpoint_activations=checkpoint_activations, checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
     )  # fmt: skip
     if isinstance(result, NonFiniteError):
         raise result
@@ -63,6 +65,7 @@ def train_cells(
     folders: Sequence[str | Path],
     seed: int,
     micro_batch: int | None = None,
+    checkpoint_activations: bool = False,
     checkpoint_minutes: float = 5.0,
     on_progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -82,7 +85,7 @@ def train_cells(
         torch.manual_seed(seed)
         run = Run(
             [models[i] for i in chosen], settings, data, [Path(folders[i]) for i in chosen], seed,
-            micro_batch=min(micro_batch or settings.batch_size, settings.batch_size),
+            micro_batch=min(micro_batch or settings.batch_size, settings.batch_size), checkpointing=checkpoint_activations,
             checkpoint_seconds=60 * checkpoint_minutes, on_progress=on_progress or (lambda _row: None),
             should_stop=lambda: told.is_set() or (should_stop is not None and should_stop()),
         )  # fmt: skip
@@ -129,6 +132,7 @@ def train_command(
     seed: int = 1,
     device: str = "",
     micro_batch: int | None = None,
+    checkpoint_activations: bool = False,
     checkpoint_minutes: float = 5.0,
     on_progress: Progress | None = None,
 ) -> TrainResult:
@@ -150,5 +154,5 @@ def train_command(
     linearized = convert.convert(models.load(base, device=device), parsed, seed=seed)
     return train(
         linearized, settings, tokens, folder=folder, seed=seed, micro_batch=micro_batch,
-        checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
+        checkpoint_activations=checkpoint_activations, checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,26 +37,30 @@ def provenance(device: str) -> dict[str, Any]:
 
 def show(
     title: str,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Iterable[Mapping[str, Any]],
     *,
     device: str,
     output: str | None = None,
     hidden: Sequence[str] = (),
 ) -> None:
-    """Print rows as a table (their keys but ``hidden`` are the columns) and write them all to ``output`` as JSON when it
-    is given."""
+    """Print rows as a table (their keys but ``hidden`` are the columns). ``output`` holds them all as JSON, each from the
+    moment that it is measured."""
     from rich.console import Console
     from rich.table import Table
 
-    if output:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        Path(output).write_text(json.dumps({"title": title, **provenance(device), "rows": list(rows)}, indent=1) + "\n")
+    about = {"title": title, **provenance(device)}
+    done: list[Mapping[str, Any]] = []
+    for row in rows:
+        done.append(row)
+        if output:
+            Path(output).parent.mkdir(parents=True, exist_ok=True)
+            Path(output).write_text(json.dumps({**about, "rows": done}, indent=1) + "\n")
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     table = Table(title=title, title_justify="left", box=None)
-    columns = list(dict.fromkeys(column for row in rows for column in row if column not in hidden))
+    columns = list(dict.fromkeys(column for row in done for column in row if column not in hidden))
     for column in columns:
         table.add_column(column.replace("_", " "), justify="left" if column == columns[0] else "right", no_wrap=True)
-    for row in rows:
+    for row in done:
         table.add_row(*(_cell(row.get(column)) for column in columns))
     console.print(table)
 

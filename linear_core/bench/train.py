@@ -2,19 +2,23 @@
 
     golinear bench train --model llama3.1-8b --recipe "gdn 56+8" --sequence-length 4096
     golinear bench train --model smollm2-135m --recipe "gdn 56+8,gla 56+8,none 56+8 lora" --objective layerwise
+    golinear bench train --model qwen3-32b --checkpoint-activations --output 32b.json
     golinear bench train --tiny                        a dry run on the CPU, seconds
 
 Random weights, made in the training precision on the device; random tokens. All rows are measured in one process, with the
 same loss, compiled layers and recorded steps: ``full attention`` is the base with every parameter frozen, forward and the
-backward pass of its activations;
-several recipes are trained together as ``linear_core.train.train_cells`` does, and their tokens are counted per cell.
+backward pass of its activations; several recipes are trained together as ``linear_core.train.train_cells`` does, and
+their tokens are counted per cell.
 The limit is the ceiling over 4 FLOP per multiplied parameter (forward and activation backward; the embedding is
-only looked up): attention itself and elementwise work are not in it.
+only looked up): attention itself and elementwise work are not in it, nor is what ``--checkpoint-activations`` computes
+again. A model that leaves no room for its activations needs that (32B at 4k tokens on 141 GB, 8B at 32k); both
+sides of the comparison then have it. A row that does not fit says so, and the others are measured all the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +36,7 @@ from linear_core.objectives import Sequences, cross_entropy_sum, last_hidden, ma
 from linear_core.optim import NewParameterOptimizer
 from linear_core.recipe import Recipe
 from linear_core.settings import OBJECTIVES, TrainSettings
-from linear_core.speed import EAGER_STEPS, FastStep, Recorded, compiled
+from linear_core.speed import EAGER_STEPS, FastStep, Recorded, checkpoint_activations, compiled
 from linear_core.step import Trainee
 
 TINY = Shape(
@@ -53,40 +57,54 @@ def run(
     objective: str = "ce",
     steps: int = 10,
     ceiling_size: int = 8192,
+    recompute: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """One row each: full attention at every length, then the recipes at every length.
 
-    Rows: what, sequence_length, ms_per_step (median), tokens_per_second, of_limit (share of the limit by the ceiling),
-    times_full (ratio to full attention's tokens per second), peak_gib (CUDA), seconds_to_first_step (with compiling).
+    recompute: every layer's activations are made again in the backward pass, on both sides. Rows: what, sequence_length,
+    ms_per_step (median), tokens_per_second, of_limit (share of the limit by the ceiling), times_full (ratio to full
+    attention's tokens per second), peak_gib (CUDA), seconds_to_first_step (with compiling). One that does
+    not fit in memory has a note and no numbers.
     """
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     ceiling = matmul_ceiling(device, dtype, ceiling_size)
     limit = ceiling / (4 * (shape.layers * shape.layer_parameters + shape.vocab * shape.hidden))
     yield {"what": f"limit by {ceiling / 1e12:.2f} TFLOP/s", "tokens_per_second": limit, "of_limit": 1.0}
     model = build(shape, device=device, dtype=dtype)
+    yield {"what": "the frozen weights", "peak_gib": sum(p.nbytes for p in model.parameters()) / GIB}
+    how = ", recomputed" if recompute else ""
     full: dict[int, float] = {}
+    checkpoint_activations(model, recompute)
     for length in lengths:
-        batch = random_batch(shape, batch_size, length, device)
-        whole = lambda sequences: full_attention_step(model, sequences)  # noqa: E731
+        whole = functools.partial(full_attention_step, model)
         work = Recorded(whole) if device.startswith("cuda") else whole
         with compiled([model]):
-            row = measure("full attention", lambda: work(batch), batch, 1, device, steps)  # noqa: B023
-        full[length] = row["tokens_per_second"]
-        yield {**row, "of_limit": full[length] / limit, "times_full": 1.0}
+            row = measure(
+                f"full attention{how}", work, random_batch(shape, batch_size, length, device), 1, device, steps
+            )
+        del work  # the recorded step holds memory
+        if rate := row.get("tokens_per_second"):
+            full[length] = rate
+            row |= {"of_limit": rate / limit, "times_full": 1.0}
+        yield row
+    checkpoint_activations(model, False)
     settings = TrainSettings(tokens=10**9, sequence_length=lengths[0])
     models = [convert(m, recipe) for m, recipe in zip([model, *twins(model, len(recipes) - 1)], recipes)]
     trainees = [Trainee(m, NewParameterOptimizer(new_parameters(m), settings, 1e-4)) for m in models]
     for trainee in trainees:
         trainee.optimizer.set_rate(settings.warmup_steps)
+        checkpoint_activations(trainee.model, recompute)
+    name, fast = f"{', '.join(r.name for r in recipes)} ({objective}{how})", FastStep()
     for length in lengths:
         batch, chosen = random_batch(shape, batch_size, length, device), make_objective(objective)
         chosen.prepare(models, batch, batch_size)
-        name = f"{', '.join(r.name for r in recipes)} ({objective})"
-        fast = FastStep()
+        train = functools.partial(fast, trainees, chosen, micro_batch=batch_size)
         with compiled(models):
-            row = measure(name, lambda: fast(trainees, chosen, batch, batch_size), batch, len(trainees), device, steps)  # noqa: B023
-        rate = row["tokens_per_second"]
-        yield {**row, "of_limit": rate / limit, "times_full": rate / full[length]}
+            row = measure(name, train, batch, len(trainees), device, steps)
+        fast.reset()
+        if rate := row.get("tokens_per_second"):
+            row |= {"of_limit": rate / limit, "times_full": rate / full[length] if length in full else None}
+        yield row
 
 
 def full_attention_step(model: Any, batch: Sequences) -> Tensor:
@@ -99,24 +117,27 @@ def full_attention_step(model: Any, batch: Sequences) -> Tensor:
 
 
 def measure(
-    what: str, step: Callable[[], Tensor], batch: Sequences, cells: int, device: str, steps: int
+    what: str, step: Callable[[Sequences], Tensor], batch: Sequences, cells: int, device: str, steps: int
 ) -> dict[str, Any]:
     """Time a step: the first one, some to warm up (and to be recorded), then the median of ``steps``."""
     on_gpu = device.startswith("cuda")
+    about = {"what": what, "sequence_length": batch.labels.shape[1], "batch_size": batch.labels.shape[0]}
     if on_gpu:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(steps + WARM_UP):
-        started = time.perf_counter()
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
+    try:
+        for _ in range(steps + WARM_UP):
+            started = time.perf_counter()
+            step(batch)
+            if on_gpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+    except torch.OutOfMemoryError as error:
+        return {**about, "note": f"does not fit: {str(error).partition('. ')[0]}"}
     seconds = statistics.median(times[WARM_UP:])
     return {
-        "what": what,
-        "sequence_length": batch.labels.shape[1],
-        "batch_size": batch.labels.shape[0],
+        **about,
         "ms_per_step": 1000 * seconds,
         "tokens_per_second": cells * batch.num_tokens / seconds,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
@@ -154,6 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--objective", default="ce", choices=OBJECTIVES)
     parser.add_argument("--steps", type=int, default=10, help="timed steps; the median counts")
+    parser.add_argument(
+        "--checkpoint-activations", action="store_true", help="make them again in the backward pass, on both sides"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a dry run: a tiny shape, 128 tokens, three steps")
     parser.add_argument("--output", help="write the rows as JSON")
@@ -163,10 +187,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = run(
         shape, [Recipe.parse(text) for text in options.recipe.split(",")], device=options.device, lengths=lengths,
         batch_size=options.batch_size, objective=options.objective, steps=3 if options.tiny else options.steps,
-        ceiling_size=256 if options.tiny else 8192,
+        ceiling_size=256 if options.tiny else 8192, recompute=options.checkpoint_activations,
     )  # fmt: skip
     name = "a tiny model" if options.tiny else options.model
-    show(f"training {name} on {options.device}", list(rows), device=options.device, output=options.output)
+    show(f"training {name} on {options.device}", rows, device=options.device, output=options.output)
     return 0
 
 

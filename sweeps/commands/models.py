@@ -157,6 +157,7 @@ def train(
     data: str = typer.Option("auto", help="training text: auto, local:PATH, hub:NAME, self"),
     seed: int = typer.Option(1, help="of start values and the order of the text"),
     micro_batch: int = typer.Option(None, help="sequences in one forward; default: the whole batch"),
+    checkpoint_activations: bool = typer.Option(False, help="less memory, a quarter to a third slower; else only when needed"),
     isolate_documents: bool = typer.Option(False, help="packed documents do not see each other"),
     checkpoint_minutes: float = typer.Option(5.0, help="between checkpoints; there is one at the end anyhow"),
     device: str = DEVICE,
@@ -179,7 +180,7 @@ def train(
     with progress_bar() as on_progress:
         result = train_command(
             what, recipe, out, settings=settings, data=data, seed=seed, device=device, micro_batch=micro_batch,
-            checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
+            checkpoint_activations=checkpoint_activations, checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
         )  # fmt: skip
     loss = "" if result.loss is None else f", loss {result.loss:.3f}"
     console.print(

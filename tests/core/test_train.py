@@ -13,8 +13,12 @@ import torch
 from linear_core import optim
 from linear_core.convert import convert, load_new_parameters, new_parameters
 from linear_core.layerwise import twins
+from linear_core.objectives import CrossEntropy, Sequences
+from linear_core.optim import NewParameterOptimizer
 from linear_core.recipe import Recipe
 from linear_core.settings import TrainSettings
+from linear_core.speed import LayerCall, checkpoint_activations, compiled
+from linear_core.step import Trainee, accumulate
 from linear_core.train import Interrupted, NonFiniteError, train, train_cells
 from sweeps.retries import cause_of
 from tests.core import running, tiny
@@ -141,6 +145,11 @@ def test_a_cell_that_fails_leaves_the_others_alone(tmp_path):
     assert curve(folders[1]) == curve(tmp_path / "alone") and not (folders[0] / "curve.jsonl").exists()
 
 
+def recomputed(model):
+    call = model.model.layers[0].forward
+    return isinstance(call, LayerCall) and call._recomputes
+
+
 class SmallMemory(torch.nn.Module):
     """Stands in for a layer's MLP on a small card: more than ``rows`` rows do not fit, nor does any without checkpointing."""
 
@@ -149,7 +158,7 @@ class SmallMemory(torch.nn.Module):
         self.inner, self.rows, self.model = inner, rows, [model]
 
     def forward(self, x):
-        if len(x) > self.rows or (self.model[0] is not None and not self.model[0].is_gradient_checkpointing):
+        if len(x) > self.rows or (self.model[0] is not None and not recomputed(self.model[0])):
             raise torch.OutOfMemoryError("CUDA out of memory (of this test)")
         return self.inner(x)
 
@@ -165,11 +174,38 @@ def test_running_out_of_memory_halves_and_then_checkpoints_activations(tmp_path)
         result = train(model, SETTINGS, data, folder=folder, seed=1)
         assert (result.micro_batch, result.accumulation, result.activation_checkpointing) == ends_with
         assert [row["loss"] for row in curve(folder)] == pytest.approx(expected, rel=1e-3)
-        assert not model.training and not model.is_gradient_checkpointing
+        assert not model.training and not recomputed(model) and "forward" not in vars(layer)
     model = running.model()
     model.model.layers[1].mlp = SmallMemory(model.model.layers[1].mlp, 0)
     with pytest.raises(torch.OutOfMemoryError):
         train(model, SETTINGS, data, folder=tmp_path / "hopeless", seed=1)
+
+
+def test_recomputed_and_compiled_layers_give_the_same_gradients():
+    model = tiny.linearized("none 6+2 lora")
+    trainee = Trainee(model, NewParameterOptimizer(new_parameters(model), SETTINGS, 1e-3))
+    ids = tiny.tokens(48, batch=2)
+    batch = Sequences(ids, ids.roll(-1, 1), None, ids.numel(), ids.numel())
+
+    def gradients():
+        forwards.clear()
+        loss = accumulate([trainee], CrossEntropy(), batch, 2)[0]
+        return {"loss": loss, **{n: p.grad.clone() for n, p in new_parameters(model).items()}}
+
+    forwards = []
+    expected = gradients()
+    first = model.model.layers[0].self_attn  # is never compiled
+    handle = first.register_forward_hook(lambda *_: forwards.append(1))
+    checkpoint_activations(model)
+    torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
+    assert len(forwards) == 2, "once more in the backward pass"
+    with compiled([model], backend="aot_eager"):
+        torch.testing.assert_close(gradients(), expected)
+        assert len(forwards) == 2
+    checkpoint_activations(model, False)
+    torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
+    assert len(forwards) == 1
+    handle.remove()
 
 
 def test_told_to_stop_it_saves_and_goes_on_as_if_nothing_had_been(tmp_path):
