@@ -137,6 +137,8 @@ def environment(prefect_url: str = "") -> dict[str, str]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+        # golinear run's own server needs more than Prefect's 20 s on a busy machine
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     }
     if data := os.environ.get("GOLINEAR_DATA"):
         values["GOLINEAR_DATA"] = str(Path(data).absolute())
