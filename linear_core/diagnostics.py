@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,17 @@ from linear_core.adaptation import set_lora
 from linear_core.attention import LinearizedAttention
 from linear_core.convert import attention_modules, base_attention
 from linear_core.layout import make_layout
-from linear_core.recipe import share_of_layers
+from linear_core.recipe import Recipe, share_of_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from linear_core.data import TokenData
+
 MOST_TOKENS = 2048  # of a sequence: the Gram matrix is T × T a head
 NUM_BINS = 40
 CRITERIA = ("keys", "nmse")
+HARDNESS_TOKENS, HARDNESS_LENGTH = 32_768, 512  # of held-out text that ranks layers by hardness
 
 
 def unit_keys(k: Tensor) -> Tensor:
@@ -264,6 +267,19 @@ def hardest_layers(model: PreTrainedModel, windows: Iterable[Tensor], share: flo
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, not {share}")
     return "list:" + ",".join(map(str, diagnose(model, windows).hardest(share, by)))
+
+
+def resolve_hardest(recipe: Recipe, model: PreTrainedModel, data: Callable[[], TokenData]) -> Recipe:
+    """The recipe with ``hardest:SHARE`` as a list of layers, measured on held-out text of ``data``; others as they are.
+
+    model: the base. The text is asked for only when it is needed. Raises ValueError when it has too few tokens.
+    """
+    kind, _, share = recipe.softmax_layers.partition(":")
+    if kind != "hardest":
+        return recipe
+    length = min(HARDNESS_LENGTH, model.config.max_position_embeddings)
+    windows = torch.from_numpy(data().heldout(HARDNESS_TOKENS, length))
+    return replace(recipe, softmax_layers=hardest_layers(model, windows, float(share)))
 
 
 def draw(found: Diagnostics, folder: Path) -> list[Path]:

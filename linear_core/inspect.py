@@ -21,7 +21,9 @@ def inspect_recipe(shape: Shape, recipe: Recipe) -> dict[str, Any]:
     from linear_core.convert import convert, new_parameters, softmax_layers
     from linear_core.models import build
 
-    kept = len(softmax_layers(recipe, shape.layers)) if not recipe.softmax_layers.startswith("hardest") else 0
+    # which layers are the hardest is measured; how many is known
+    as_many = dataclasses.replace(recipe, softmax_layers=recipe.softmax_layers.replace("hardest", "uniform"))
+    kept = len(softmax_layers(as_many, shape.layers))
     linear = shape.layers - kept
     per_token = 2 * shape.kv_heads * shape.head_dim * CACHE_BYTES_PER_NUMBER
     fixed = count = state = 0

@@ -68,7 +68,9 @@ def _split_layers(text: str) -> tuple[str, str]:
     )
     if not fine:
         raise ValueError(f"softmax_layers {text!r} is not known; allowed: none, uniform:0.2, list:0,5,9, hardest:0.2")
-    return kind, value
+    if kind == "list":
+        return kind, ",".join(map(str, sorted({int(i) for i in value.split(",")})))
+    return kind, f"{float(value):g}" if value else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,8 @@ class Recipe:
         if not isinstance(self.gate_bias, (int, float)) or not math.isfinite(self.gate_bias):
             raise ValueError(f"gate_bias must be a finite number, not {self.gate_bias!r}")
         parse_budget(self.budget)
-        _split_layers(self.softmax_layers)
+        layers = ":".join(filter(None, _split_layers(self.softmax_layers)))  # one spelling: it is part of keys
+        object.__setattr__(self, "softmax_layers", layers)
         if not self.merge:
             shared = self.mechanism == "hedgehog" and self.window > 0
             object.__setattr__(self, "merge", "shared" if shared else "sum")
@@ -163,11 +166,12 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        """``"gdn 56+8 conv mass"`` → Recipe. Mechanism first; budget, adaptation and merge in any order after it."""
+        """``"gdn 56+8 conv mass"`` → Recipe. Mechanism first; budget, adaptation, merge and the layers that keep softmax
+        attention (``hardest:0.2``) in any order after it. Raises ValueError naming what is allowed."""
         words = text.split()
         if not words:
             raise ValueError(
-                "an empty recipe; allowed: 'mechanism [window+sinks] [adaptation] [merge]', e.g. 'gdn 56+8 conv'"
+                "an empty recipe; allowed: 'mechanism [window+sinks] [adaptation] [merge] [layers]', e.g. 'gdn 56+8 conv'"
             )
         values: dict[str, Any] = {"mechanism": words[0]}
         for word in words[1:]:
@@ -177,10 +181,15 @@ class Recipe:
                 values["adaptation"] = word
             elif word in MERGES:
                 values["merge"] = word
+            elif ":" in word:
+                values["softmax_layers"] = word
+            elif word == "softmax":
+                continue  # as Recipe.name writes it, before the layers
             else:
                 raise ValueError(
                     f"{word!r} in recipe {text!r} is not known; allowed: a budget such as 56+8, "
-                    f"adaptations {', '.join(ADAPTATIONS)}, merges {', '.join(MERGES)}"
+                    f"adaptations {', '.join(ADAPTATIONS)}, merges {', '.join(MERGES)}, "
+                    "layers that keep softmax attention such as uniform:0.2, list:0,5,9, hardest:0.2"
                 )
         return cls(**values)
 

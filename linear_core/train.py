@@ -151,7 +151,12 @@ def train_command(
     data_fingerprint(data)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokens = open_tokens(data, models.load_tokenizer(base), base=base, device=device)
-    linearized = convert.convert(models.load(base, device=device), parsed, seed=seed)
+    loaded = models.load(base, device=device)
+    if parsed.softmax_layers.startswith("hardest"):
+        from linear_core.diagnostics import resolve_hardest
+
+        parsed = resolve_hardest(parsed, loaded, lambda: tokens)
+    linearized = convert.convert(loaded, parsed, seed=seed)
     return train(
         linearized, settings, tokens, folder=folder, seed=seed, micro_batch=micro_batch,
         checkpoint_activations=checkpoint_activations, checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,

@@ -62,7 +62,7 @@ def ablation(
         "budget": _checked(budgets, "budgets", parse_budget),
         "adaptation": _checked(adaptations, "adaptations", lambda word: Recipe(adaptation=word)),
         "merge": _checked(merges, "merges", _known_merge) if merges else [""],
-        "softmax_layers": [softmax_layers] if isinstance(softmax_layers, str) else list(softmax_layers),
+        "softmax_layers": _checked(softmax_layers, "softmax_layers", lambda word: Recipe(softmax_layers=word)),
     }
     cells: list[Cell] = []
     left_out: list[tuple[str, str]] = []

@@ -16,6 +16,8 @@ from linear_core.evaluate.scores import TaskSpec
 from linear_core.evaluate.tasks import GROUPS, TASKS
 from linear_core.settings import parse_count
 
+LAYER_LIST = re.compile(r"list:\d+(,\d+)*")  # one word: layers that keep softmax attention
+
 
 def items(value: Any, name: str) -> list[str]:
     """A list of words from one word, a comma list, a JSON list, or a list of any of these. Keeps order, drops repeats.
@@ -27,7 +29,8 @@ def items(value: Any, name: str) -> list[str]:
     hint = f"{name}={comma} or {name}='[{quoted}]'"
     found: list[str] = []
     for part in _parts(value, name, hint):
-        words = [word.strip().strip("'\"") for word in part.split(",")]
+        kept = LAYER_LIST.sub(lambda found: found[0].replace(",", "\0"), part)
+        words = [word.replace("\0", ",").strip().strip("'\"") for word in kept.split(",")]
         if not all(words):
             raise ValueError(f"{name}: {value!r} has an empty item; write {hint}")
         found += words

@@ -21,7 +21,7 @@ HELP = {
     "seeds": "e.g. 1,2,3",
     "recipes": "instead of the axes: a list of recipes, e.g. 'gla 56+8,gdn 64+0,gdn 56+8 conv'",
     "merges": "sum, shared, mass; default: the mechanism's own",
-    "softmax_layers": "layers that keep softmax attention: none, uniform:0.2, list:0,5,9",
+    "softmax_layers": "layers that keep softmax attention: none, uniform:0.2, list:0,5,9, hardest:0.2",
     "tokens": "training tokens of a cell, e.g. 10.24M, 4096",
     "sequence_length": "tokens of a training sequence",
     "batch_size": "sequences of an optimiser step",

@@ -24,7 +24,6 @@ from sweeps.provenance import provenance
 
 log = logging.getLogger(__name__)
 PARAMETERS = "new_parameters.safetensors"
-HARDNESS_TOKENS, HARDNESS_LENGTH = 32_768, 512  # of held-out text that ranks layers by hardness
 Progress = Callable[[dict[str, Any]], None]  # {"stage", "done", "total", "unit", …}
 
 
@@ -79,19 +78,13 @@ class Bench:
 
     def resolved(self, cell: Cell, folder: Path | None = None) -> Recipe:
         """The cell's recipe with ``hardest:SHARE`` as a list of layers: the folder's, else measured on held-out text."""
-        kind, _, share = cell.recipe.softmax_layers.partition(":")
-        if kind != "hardest":
+        if not cell.recipe.softmax_layers.startswith("hardest"):
             return cell.recipe
         if folder is not None and (folder / "recipe.json").exists():
             return Recipe(**json.loads((folder / "recipe.json").read_text()))
-        import torch
+        from linear_core.diagnostics import resolve_hardest
 
-        from linear_core.diagnostics import hardest_layers
-
-        length = min(HARDNESS_LENGTH, self.model.config.max_position_embeddings)
-        windows = torch.from_numpy(self.text(cell).heldout(HARDNESS_TOKENS, length))
-        chosen = hardest_layers(self.model, windows, float(share))
-        return dataclasses.replace(cell.recipe, softmax_layers=chosen)
+        return resolve_hardest(cell.recipe, self.model, lambda: self.text(cell))
 
     def trained(self, cell: Cell, folder: Path) -> Any:
         """The model with a cell's trained parameters: as the training left it, else read from the cell's folder."""

@@ -17,6 +17,7 @@ MECHANISM = typer.Option("gdn", help="none, hedgehog, gla, kgla, gdn, gdn_scalar
 BUDGET = typer.Option("56+8", help="window+sinks")
 ADAPTATION = typer.Option("none", help="none, conv, lora")
 MERGE = typer.Option("", help="sum, shared, mass; default: the mechanism's own")
+LAYERS = typer.Option("none", help="that keep softmax attention: none, uniform:0.2, list:0,5,9, hardest:0.2")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -32,6 +33,7 @@ def inspect(
     budget: str = BUDGET,
     adaptation: str = ADAPTATION,
     merge: str = MERGE,
+    layers: str = LAYERS,
     json: bool = JSON,
 ) -> None:
     """Layers, new parameters and cache bytes by length against full attention; needs no weights."""
@@ -40,7 +42,7 @@ def inspect(
     from linear_core.inspect import inspect_recipe
     from linear_core.models import resolve
 
-    facts = inspect_recipe(resolve(what).shape, _recipe(mechanism, budget, adaptation, merge))
+    facts = inspect_recipe(resolve(what).shape, _recipe(mechanism, budget, adaptation, merge, layers))
     if json:
         console.print_json(data={"model": what, **facts})
         return
@@ -59,11 +61,11 @@ def inspect(
     console.print(rows)
 
 
-def _recipe(mechanism: str, budget: str, adaptation: str, merge: str):  # type: ignore[no-untyped-def]
+def _recipe(mechanism: str, budget: str, adaptation: str, merge: str, layers: str):  # type: ignore[no-untyped-def]
     from linear_core.recipe import Recipe, parse_budget
 
     window, sinks = parse_budget(budget)
-    return Recipe(mechanism=mechanism, window=window, sinks=sinks, adaptation=adaptation, merge=merge)
+    return Recipe(mechanism=mechanism, window=window, sinks=sinks, adaptation=adaptation, merge=merge, softmax_layers=layers)
 
 
 def convert(
@@ -73,6 +75,8 @@ def convert(
     budget: str = BUDGET,
     adaptation: str = ADAPTATION,
     merge: str = MERGE,
+    layers: str = LAYERS,
+    data: str = typer.Option("auto", help="text that shows which layers are the hardest: auto, local:PATH, hub:NAME, self"),
     seed: int = typer.Option(0, help="of the new parameters' start values"),
     delta_only: bool = typer.Option(False, "--delta-only", help="only the new parameters and a pointer to the base"),
 ) -> None:
@@ -80,13 +84,17 @@ def convert(
     from linear_core import export as exporting
     from linear_core import models
     from linear_core.convert import convert as linearize
+    from linear_core.data import open_tokens
+    from linear_core.diagnostics import resolve_hardest
 
-    base = models.resolve(what)
-    model = linearize(models.load(base), _recipe(mechanism, budget, adaptation, merge), seed=seed)
+    base, recipe = models.resolve(what), _recipe(mechanism, budget, adaptation, merge, layers)
+    loaded, tokenizer = models.load(base), models.load_tokenizer(base)
+    chosen = resolve_hardest(recipe, loaded, lambda: open_tokens(data, tokenizer, base=base))
+    model = linearize(loaded, chosen, seed=seed)
     if delta_only:
         made = exporting.export_delta(model, base, models.revision(base), out)
     else:
-        made = exporting.export(model, models.load_tokenizer(base), base, out)
+        made = exporting.export(model, tokenizer, base, out)
     console.print(f"wrote {made}", highlight=False)
 
 
@@ -147,7 +155,7 @@ def generate(
 def train(
     what: str = WHAT,
     out: Path = OUT,
-    recipe: str = typer.Option("gdn 56+8", help="mechanism [budget] [adaptation] [merge], e.g. 'gdn 56+8 conv mass'"),
+    recipe: str = typer.Option("gdn 56+8", help="mechanism [budget] [adaptation] [merge] [layers], e.g. 'gdn 56+8 conv hardest:0.2'"),
     tokens: str = typer.Option("10.24M", help="training tokens"),
     sequence_length: int = typer.Option(4096, help="tokens of a sequence"),
     batch_size: int = typer.Option(1, help="sequences of an optimiser step"),

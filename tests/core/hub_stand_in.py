@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 
 COMMIT = "c0ffee" + "0" * 34
-FILE = "data/train-00000-of-00001.parquet"
+FILE = "data/{split}-00000-of-00001.parquet"
 
 
 def _parquet(documents: list[str]) -> bytes:
@@ -24,6 +24,7 @@ def _parquet(documents: list[str]) -> bytes:
 
 class _Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes]
+    file: str
     requests: list[str]
     protocol_version = "HTTP/1.1"
 
@@ -53,14 +54,14 @@ class _Hub(BaseHTTPRequestHandler):
         elif match[3] in ("tree", "paths-info"):
             length = int(self.headers.get("Content-Length") or 0)
             asked = self.rfile.read(length).decode() if length else match[4]
-            self._json(_entries(match[4] if match[3] == "tree" else asked, len(content), self.path))
+            self._json(_entries(match[4] if match[3] == "tree" else asked, self.file, len(content), self.path))
         else:
-            self._json({"id": match[2], "sha": COMMIT, "private": False, "tags": [], "siblings": [{"rfilename": FILE}]})
+            self._json({"id": match[2], "sha": COMMIT, "private": False, "tags": [], "siblings": [{"rfilename": self.file}]})
 
     do_POST = do_HEAD = do_GET
 
     def _resolve(self, name: str, content: bytes) -> None:
-        if name != FILE:
+        if name != self.file:
             self._send(404, b"", X_Error_Code="EntryNotFound", X_Error_Message="Entry not found")
             return
         headers = {"ETag": '"f11e"', "Accept_Ranges": "bytes"}
@@ -73,22 +74,21 @@ class _Hub(BaseHTTPRequestHandler):
         self._send(206, content[first : last + 1], **headers)
 
 
-def _entries(asked: str, size: int, path: str) -> list[dict[str, object]]:
-    file = {"type": "file", "path": FILE, "size": size, "oid": "f11e"}
+def _entries(asked: str, name: str, size: int, path: str) -> list[dict[str, object]]:
+    file = {"type": "file", "path": name, "size": size, "oid": "f11e"}
     folder = {"type": "directory", "path": "data", "size": 0, "oid": "d1"}
     if "recursive=True" in path or "recursive=true" in path:
         return [folder, file]
     if "data" in asked:
-        return [file] if asked.startswith("data") or FILE.replace("/", "%2F") in asked or FILE in asked else [folder]
+        return [file] if asked.startswith("data") or name.replace("/", "%2F") in asked or name in asked else [folder]
     return [folder] if asked == "" else []
 
 
 @contextmanager
-def hub(data_sets: dict[str, list[str]]) -> Iterator[dict[str, str]]:
-    """Serve data sets (name → documents). Yields the environment of a process that takes this server for the hub."""
-    handler = type(
-        "Hub", (_Hub,), {"files": {name: _parquet(texts) for name, texts in data_sets.items()}, "requests": []}
-    )
+def hub(data_sets: dict[str, list[str]], split: str = "train") -> Iterator[dict[str, str]]:
+    """Serve data sets (name → documents, all of one split). Yields the environment of a process that takes this server for the hub."""
+    files = {name: _parquet(texts) for name, texts in data_sets.items()}
+    handler = type("Hub", (_Hub,), {"files": files, "file": FILE.format(split=split), "requests": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     kept = {

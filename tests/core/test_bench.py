@@ -69,10 +69,10 @@ def test_the_table_of_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert forms.main(options) == 0
     rows = json.loads(output.read_text())["rows"]
     assert {row["rule"] for row in rows} == set(forms.RULES) and {row["form"] for row in rows} == {"chunked", "step"}
-    assert all(row["out"] <= 1e-2 and row["too_large"] == "none" for row in rows)
+    assert all(row["out"] <= 1e-2 and row["verdict"] == "ok" for row in rows)
     monkeypatch.setattr(forms, "tolerance", lambda *_: 1e-9)
     assert forms.main(options) == 1
-    assert all("T=" in row["too_large"] for row in json.loads(output.read_text())["rows"])
+    assert all("T=" in row["reason"] and row["verdict"] == "NOT OK" for row in json.loads(output.read_text())["rows"])
 
 
 def test_forced_takes_a_form_and_gives_it_back() -> None:

@@ -14,6 +14,7 @@ from linear_core.convert import (
     save_new_parameters,
     unconvert,
 )
+from linear_core.inspect import inspect_recipe
 from linear_core.models import REGISTRY, build, resolve
 from linear_core.recipe import Recipe, parse_budget, parse_layers
 from tests.core.tiny import LLAMA, base, linearized, randomised, tokens
@@ -151,3 +152,14 @@ def test_budgets_and_layers():
     for wrong in ("uniform:0", "uniform:1.5", "list:", "hardest:nan"):
         with pytest.raises(ValueError, match="allowed"):
             Recipe(softmax_layers=wrong)
+
+
+def test_layers_that_keep_softmax_attention_have_one_spelling():
+    for text, same in (("list:9,0,5,5", "list:0,5,9"), ("hardest:.20", "hardest:0.2"), ("uniform:1.0", "uniform:1")):
+        recipe = Recipe.parse(f"gdn 6+3 {text} conv")
+        assert recipe.softmax_layers == same and recipe == Recipe.parse(recipe.name)
+    with pytest.raises(ValueError, match=r"hardest:0\.2"):
+        Recipe.parse("gdn hardest:2")
+    shape, half = REGISTRY["smollm2-135m"].shape, "gdn 56+8 {}:0.5"
+    hardest, uniform = (inspect_recipe(shape, Recipe.parse(half.format(kind))) for kind in ("hardest", "uniform"))
+    assert hardest["linearized_layers"] == 15 and hardest["by_length"] == uniform["by_length"]

@@ -1,5 +1,6 @@
 """Exports load by anyone: in a fresh process where golinear, fla and peft are not importable."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -9,21 +10,28 @@ import pytest
 import torch
 
 from linear_core.convert import convert, new_parameters
+from linear_core.evaluate.offline import read_rows
 from linear_core.export import export, export_delta, load_linearized
 from linear_core.inspect import inspect_recipe
 from linear_core.models import REGISTRY, resolve, revision
 from linear_core.recipe import Recipe
+from tests.core.hub_stand_in import hub
 from tests.core.tiny import base, linearized, randomised, tokens
 
-LOAD = """
+HIDE = """
     import importlib.machinery
+    import os
     import sys
-    HIDDEN = ("linear_core", "sweeps", "flows", "fla", "peft", "lm_eval", "prefect", "ray")
+    HIDDEN = os.environ["HIDDEN"].split(",")
     class Finder(importlib.machinery.PathFinder):
         @classmethod
         def find_spec(cls, name, path=None, target=None):
             return None if name.partition(".")[0] in HIDDEN else super().find_spec(name, path, target)
+    sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "__module__", "").startswith("__editable__")]
     sys.meta_path[:] = [Finder if f is importlib.machinery.PathFinder else f for f in sys.meta_path]
+"""
+OURS = "linear_core,sweeps,flows"
+LOAD = """
     import torch
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float32)
@@ -39,7 +47,7 @@ def load_elsewhere(folder, ids, scratch):
     command = [
         sys.executable,
         "-c",
-        textwrap.dedent(LOAD),
+        textwrap.dedent(HIDE + LOAD),
         str(folder),
         str(scratch / "ids.pt"),
         str(scratch / "out.pt"),
@@ -49,7 +57,7 @@ def load_elsewhere(folder, ids, scratch):
         cwd=scratch,
         capture_output=True,
         text=True,
-        env={"HF_HOME": str(scratch / "hf"), "PATH": "/usr/bin:/bin"},
+        env={"HF_HOME": str(scratch / "hf"), "PATH": "/usr/bin:/bin", "HIDDEN": f"{OURS},fla,peft,lm_eval,prefect,ray"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return torch.load(scratch / "out.pt")
@@ -78,6 +86,46 @@ def test_export_gives_the_same_logits_in_a_fresh_process(recipe, family, tmp_pat
     config = json.loads((folder / "config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert not list(folder.glob("*.bin")) and (folder / "README.md").read_text().startswith("---\nlicense:")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", [OURS, f"{OURS},fla,peft"], ids=["with fla", "without fla"])
+def test_lm_eval_scores_an_export_where_golinear_is_not_installed(hidden, tmp_path, monkeypatch):
+    """The command of the README, on SmolLM2; the data set comes over HTTP, from a stand-in for the hub."""
+    from linear_core import smollm2
+    from linear_core.evaluate.offline import task_files
+    from linear_core.evaluate.run import evaluate_task
+    from linear_core.evaluate.scores import TaskSpec
+    from linear_core.evaluate.tasks import TASKS
+    from linear_core.models import load, load_tokenizer
+
+    files = task_files(TASKS["lambada_openai"])
+    if files is None:
+        pytest.skip("needs GOLINEAR_DATA with LAMBADA")
+    rows = read_rows(files[0])[:20]  # a limit of ours takes a sample, the harness's the first ones
+    (tmp_path / "data").mkdir()
+    with gzip.open(tmp_path / "data" / files[0].name, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    monkeypatch.setenv("GOLINEAR_DATA", str(tmp_path / "data"))
+    found = resolve(str(smollm2.ensure()))
+    model, tokenizer = randomised(convert(load(found), Recipe.parse("gdn 56+8 conv")), std=0.1), load_tokenizer(found)
+    ours = evaluate_task(model, tokenizer, TaskSpec(name="lambada_openai"))
+    folder = export(model, tokenizer, found, tmp_path / "export")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(HIDE))
+    command = ["lm_eval", "--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True,dtype=float32",
+               "--tasks", "lambada_openai", "--limit", "20", "--output_path", str(tmp_path / "scores")]  # fmt: skip
+    with hub({"EleutherAI/lambada_openai": [row["text"] for row in rows]}, split="test") as environment:
+        environment |= {"HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(tmp_path / "site"), "HIDDEN": hidden}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        absent = subprocess.run(
+            [sys.executable, "-c", "import linear_core"], cwd=tmp_path, env=environment, capture_output=True
+        )
+    assert absent.returncode and b"No module named 'linear_core'" in absent.stderr
+    assert done.returncode == 0 and "lambada_openai" in done.stdout, done.stderr[-2000:]
+    scores = json.loads(next((tmp_path / "scores").rglob("results_*.json")).read_text())["results"]["lambada_openai"]
+    for score in ours:
+        assert scores[f"{score.metric},none"] == pytest.approx(score.value, rel=1e-3), score.metric
 
 
 def test_new_parameters_stay_float32_when_loaded_in_bfloat16(tmp_path, base_folder):

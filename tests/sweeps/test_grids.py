@@ -13,6 +13,7 @@ from sweeps import parameters, published
 from sweeps.cost import Machine
 from sweeps.grids import GRIDS, ablation, join, past_paper, table1
 from sweeps.plan import gpu_hours
+from sweeps.request import build
 from sweeps.sweep import Sweep
 
 
@@ -121,3 +122,14 @@ def test_grids_take_other_models_axes_and_settings() -> None:
     assert [cell.is_base for cell in both.cells[:3]] == [True, True, False] and len(both.tasks) == 2
     with pytest.raises(ValueError, match="training texts"):
         join("both", sweep, table1("qwen3-8b-base"))
+
+
+def test_layers_that_keep_softmax_attention_are_an_axis_and_a_word_of_a_recipe() -> None:
+    sweep = build(recipes="gdn 56+8 list:0,5,9,gla 56+8 hardest:0.2,gdn 56+8 conv", tokens="4k")
+    named = [cell.recipe.softmax_layers for cell in sweep.cells[1:]]
+    assert named == ["list:0,5,9", "hardest:0.2", "none"]
+    for value in ("none,list:0,5,9,hardest:0.2", ["none", "list:9,5,0", "hardest:.2"], '["none", "list:0,5,9", "hardest:0.2"]'):
+        axis = build(mechanisms="gdn", softmax_layers=value, tokens="4k")
+        assert [cell.recipe.softmax_layers for cell in axis.cells[1:]] == ["none", "list:0,5,9", "hardest:0.2"]
+    with pytest.raises(ValueError, match=r"allowed: none, uniform:0\.2"):
+        build(mechanisms="gdn", softmax_layers="odd", tokens="4k")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from linear_core.evaluate.scores import TaskSpec
 from linear_core.models import Shape
 from linear_core.settings import TrainSettings
+from linear_core.train import train_command
 from sweeps import stages
 from sweeps.cell import Cell
 from sweeps.grids import ablation, pin
@@ -129,6 +130,13 @@ def test_the_hardest_layers_are_measured_once_and_kept_with_the_cell(cells: list
     same = without_text.trained(cell, folder)(torch.arange(40)[None]).logits
     assert torch.equal(same, bench.trained(cell, folder)(torch.arange(40)[None]).logits)
     assert without_text.model.recipe.softmax_layers == kept
+
+
+def test_the_hardest_layers_in_a_training_outside_any_sweep(cells: list[Cell], text: str, home: Path) -> None:
+    settings = TrainSettings(tokens=64, sequence_length=16, batch_size=2, warmup_steps=1)
+    train_command(cells[1].base, "gdn 8+2 hardest:0.5", home / "alone", settings=settings, data=text)
+    trained = {name.split(".")[2] for name in load_file(home / "alone" / "new_parameters.safetensors")}
+    assert trained in ({"0"}, {"1"}), "one of the two layers keeps softmax attention and has nothing to train"
 
 
 def test_the_base_model_is_not_trained(cells: list[Cell], home: Path) -> None:
