@@ -14,9 +14,10 @@ endif
 # the programs of the virtual environment find each other, also in processes that Prefect and Ray start
 export PATH := $(abspath $(BIN)):$(PATH)
 export DO_NOT_TRACK := true
+export NO_MKDOCS_2_WARNING := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: help install up down demo test test-faults lint bench constraints clean
+.PHONY: help install up down demo test test-faults docs lint bench constraints clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 22
@@ -46,13 +47,20 @@ test: $(STAMP)  ## the test suite
 test-faults: $(STAMP)  ## faults injected into real small sweeps
 	@python -m pytest -m faults tests/sweeps tests/integration
 
+docs: $(VENV)/.docs  ## the documentation as a site in site/
+	@mkdocs build -q && echo "site/index.html; with search: python -m http.server -d site"
+
+$(VENV)/.docs: $(STAMP)
+	@$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
+	@touch $@
+
 lint: $(STAMP)  ## ruff and mypy
 	@ruff check . && mypy
 
 bench: $(STAMP)  ## speed of the mechanisms on this machine
 	@golinear bench mechanisms
 
-constraints: $(STAMP)  ## write constraints.txt anew from what is installed
+constraints: $(VENV)/.docs  ## write constraints.txt anew from what is installed
 	@{ sed -n '/^#/p' constraints.txt; pip freeze --exclude-editable | grep -viE '^(torch|triton|nvidia[a-z0-9-]*)==|@ '; } > $(VENV)/constraints.txt
 	@mv $(VENV)/constraints.txt constraints.txt
 
