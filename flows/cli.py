@@ -23,6 +23,8 @@ def run(
     checkpoint_minutes: float = typer.Option(None, help="between checkpoints; default: 2, on a CPU 0.25"),
     max_gpu_hours: float = typer.Option(None, help="refuse what would take more"),
     fail_fast: bool = typer.Option(False, "--fail-fast", help="start no further cell after a failure"),
+    prune: float = typer.Option(None, help="end a cell early whose loss is over so many times its best, e.g. 1.5"),
+    priority: float = typer.Option(None, help="of the sweep: higher goes first; default 0"),
     **request: Any,
 ) -> None:
     """Run a sweep in this process: the same flow as `prefect deployment run sweep/ablation`."""
@@ -38,6 +40,8 @@ def run(
         "workers": workers,
         "checkpoint_minutes": checkpoint_minutes,
         "max_gpu_hours": max_gpu_hours,
+        "prune": prune,
+        "priority": priority,
     }
     state = sweep(grid, **request, **limits, fail_fast=fail_fast, return_state=True)
     if not state.is_completed():

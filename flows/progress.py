@@ -12,6 +12,7 @@ from typing import Any
 from linear_core.evaluate.scores import Score
 from sweeps.cell import Cell
 from sweeps.commands.console import LINE_SECONDS, line
+from sweeps.pruning import Divergence
 from sweeps.store import Claim, Store
 from sweeps.tracking import Tracker
 
@@ -22,9 +23,11 @@ Say = Callable[[str], None]
 class Progress:
     """Called with what a worker's ``progress()`` gave. A line comes at most every 10 s: a log file stays readable."""
 
-    def __init__(self, label: str, say: Say, tracker: Forgiving, store: Store, claim: Claim, run_id: str):
+    def __init__(self, label: str, say: Say, tracker: Forgiving, store: Store, claim: Claim, run_id: str,
+                 divergence: Divergence | None = None):  # fmt: skip
         self.label, self.say = label, say
         self.tracker, self.store, self.claim, self.run_id = tracker, store, claim, run_id
+        self.divergence = divergence
         self._line_at = time.monotonic()
         self._checkpoint = 0
         self._curve_from = 0  # tokens seen at the first row that this attempt logged
@@ -33,12 +36,19 @@ class Progress:
         if rows := said.get("rows"):
             self._curve_from = self._curve_from or rows[0]["tokens_seen"]
             self.tracker.log_curve(self.run_id, rows)
+            if self.divergence:
+                self.divergence.see(rows)
         if (saved := said.get("checkpoint_tokens") or 0) > self._checkpoint:
             self._checkpoint = saved
             self.store.note(self.claim, tokens=saved)
         if time.monotonic() - self._line_at > LINE_SECONDS and said.get("total"):
             self._line_at = time.monotonic()
             self.say(f"{self.label}: {line(said)}")
+
+    @property
+    def diverged(self) -> str:
+        """Why the cell is to be ended early; "" when it is not, or nobody asked for that."""
+        return self.divergence.reason if self.divergence else ""
 
     def trained(self, cell: Cell, provenance: dict[str, Any]) -> None:
         """The end of training, in a line and in MLflow."""

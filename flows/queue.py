@@ -1,8 +1,8 @@
-"""Hands cells to slots: base models first, a cell only when its base model is scored, a slot keeps its base model."""
+"""Hands cells to slots by priority: base models first, a cell only when its base model is scored, a slot keeps its base."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from threading import Condition
 
 from sweeps.plan import PlanItem
@@ -17,17 +17,27 @@ class Queue:
         self._changed = Condition()
         self._closed = False
 
-    def take(self, base: str = "") -> PlanItem | None:
-        """The next cell that may run, of ``base`` if possible; waits while all left are blocked; None: all taken."""
+    def take(self, base: str = "", priorities: Mapping[str, float] | None = None) -> PlanItem | None:
+        """The next cell that may run: of the highest priority (by key, else 0), then of ``base`` if possible.
+
+        A base model is as urgent as its most urgent cell. Waits while all left are blocked; None: all are taken.
+        """
         with self._changed:
             while self._left and not self._closed:
                 ready = [item for item in self._left if item.cell.is_base or item.cell.base not in self._bases_open]
                 if ready:
-                    chosen = next((item for item in ready if item.cell.base == base), ready[0])
+                    ranks = self._ranks(priorities or {})
+                    chosen = max(ready, key=lambda item: (ranks[item.key], item.cell.base == base))  # the first of equals
                     self._left.remove(chosen)
                     return chosen
                 self._changed.wait()
             return None
+
+    def _ranks(self, priorities: Mapping[str, float]) -> dict[str, float]:
+        ranks = {item.key: priorities.get(item.key, 0.0) for item in self._left}
+        for base in (item for item in self._left if item.cell.is_base):
+            ranks[base.key] = max(ranks[item.key] for item in self._left if item.cell.base == base.cell.base)
+        return ranks
 
     def finished(self, item: PlanItem, *, scored: bool) -> list[PlanItem]:
         """Say that a cell ended. The cells that can no longer run, when it was a base model that was not scored."""

@@ -22,18 +22,19 @@ from flows.progress import Forgiving, Progress
 from flows.queue import Queue
 from flows.slots import Slot, StageFailed
 from flows.workers import read_tail
-from sweeps import queries, retries
+from sweeps import priorities, queries, retries
 from sweeps.cell import Placement
 from sweeps.claims import holding
 from sweeps.cost import Machine, throughput_name
 from sweeps.plan import Plan, PlanItem, make_plan
+from sweeps.pruning import Divergence
 from sweeps.store import Claim, ClaimLost, Store, new_holder
 from sweeps.sweep import Sweep
 
-ASK_SECONDS = 3.0  # between looks at whether the sweep is cancelled
+ASK_SECONDS = 3.0  # between looks at whether the sweep or the cell is cancelled
 WAIT_SECONDS = 2.0  # between looks at cells that another sweep has claimed
 FILES = ("new_parameters.safetensors", "recipe.json", "provenance.json", "curve.jsonl", "log.txt")
-DONE, FAILED, STOPPED, ELSEWHERE = "done", "failed", "stopped", "claimed elsewhere"
+DONE, FAILED, STOPPED, PRUNED, ELSEWHERE = "done", "failed", "stopped", "pruned", "claimed elsewhere"
 
 
 @task(name="stage", task_run_name="{stage} {label}", cache_policy=NO_CACHE)
@@ -69,6 +70,7 @@ class Runner:
     say: Callable[[str], None]
     links: dict[str, str]
     fail_fast: bool = False
+    prune: float | None = None  # end a cell whose loss is over so many times its best (sweeps.pruning)
     stop: Event = field(default_factory=Event)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -76,11 +78,13 @@ class Runner:
     def __post_init__(self) -> None:
         self.holder = new_holder()
         self._lock = Lock()
-        self._asked_at = 0.0
+        self._asked_at = 0.0  # whether the sweep is cancelled
+        self._asked_for_room = False
+        self._no_more = False  # start no further cell: one failed and that is enough, or the disk is full
 
     def run(self, plan: Plan) -> None:
         """Round after round until nothing is left that may run; ``outcomes`` and ``seconds`` (by stage) tell."""
-        slots = [Slot(self.store, self.placement) for _ in range(self.num_slots)]
+        slots = [Slot(self.store, self.placement, self._ask_for_room) for _ in range(self.num_slots)]
         try:
             while not self.stop.is_set():
                 todo, waiting = self._open(plan)
@@ -88,10 +92,12 @@ class Runner:
                     self.tracker.end_orphans(queries.live_runs(self.store))  # of holders whose claims have expired
                     self._round(slots, todo)
                 elif waiting:
+                    for slot in slots:
+                        slot.close()  # the others may need the place
                     self.stop.wait(WAIT_SECONDS)
                 else:
                     return
-                if not self.may_start():
+                if self._no_more or not self.may_start():
                     return
                 plan = make_plan(self.sweep, self.store, self.machine, self.placement)
         except BaseException:
@@ -115,6 +121,10 @@ class Runner:
                 self.outcomes[item.key] = Outcome(item.cell.label, DONE, "done by another sweep")
             elif item.action == "refuse" and ended is None:
                 self.outcomes[item.key] = Outcome(item.cell.label, FAILED, f"refused: {item.reason}")
+            elif item.action == "refuse" and ended is not None and ended.state == ELSEWHERE:
+                self.outcomes[item.key] = Outcome(item.cell.label, STOPPED, item.reason)
+            elif item.action == "pruned" and (ended is None or ended.state == ELSEWHERE):
+                self.outcomes[item.key] = Outcome(item.cell.label, PRUNED, item.reason)
             elif item.action in ("run", "resume") and (ended is None or ended.state == ELSEWHERE):
                 (waiting if item.cell.base in busy and not item.cell.is_base else todo).append(item)
         return todo, waiting
@@ -139,6 +149,27 @@ class Runner:
                 return False
         return state == "running" and not self.stop.is_set()
 
+    def make_room(self, slot: Slot) -> None:
+        """End the slot's worker while a sweep of higher priority waits for a place on the same cluster."""
+        while priorities.outranked(self.store, self._priority()):
+            if slot.base:
+                self.say(f"worker for {slot.base} ends: a sweep of higher priority waits for a place")
+            slot.close()
+            if self.stop.wait(WAIT_SECONDS):
+                return
+
+    def _priority(self) -> float:
+        return priorities.get(self.store).get(self.sweep_id, 0.0)
+
+    def _ask_for_room(self) -> None:
+        self._asked_for_room = True
+        priorities.ask_for_room(self.store, self.holder, self._priority())
+
+    def _has_room(self) -> None:
+        if self._asked_for_room:
+            self._asked_for_room = False  # another slot that still waits asks again within a second
+            priorities.stop_asking(self.store, self.holder)
+
     def cancelled(self) -> bool:
         """Whether somebody cancelled the sweep; asked of the store every few seconds."""
         with self._lock:
@@ -149,9 +180,18 @@ class Runner:
             self.stop.set()
         return self.stop.is_set()
 
+    def _why_stopped(self) -> str:
+        if queries.sweep_state(self.store, self.sweep_id) == "cancelled":
+            return "a person cancelled the sweep"
+        return "the flow ends" if self.stop.is_set() else "its claim is lost"
+
     def _serve(self, slot: Slot, queue: Queue) -> None:
         """Cells for one slot until there are none."""
-        while self.may_start() and (item := queue.take(slot.base)) is not None:
+        while self.may_start():
+            self.make_room(slot)
+            item = queue.take(slot.base, priorities.get(self.store))
+            if item is None:
+                break
             outcome = self._cell(slot, item)
             with self._lock:
                 if outcome is None:
@@ -163,10 +203,12 @@ class Runner:
                     if outcome is not None:
                         reason = f"its base model was not scored ({outcome.reason})"
                         self.outcomes[other.key] = Outcome(other.cell.label, outcome.state, reason)
-            failed = outcome is not None and outcome.state == FAILED
-            if self.stop.is_set() or (failed and self.fail_fast):
+            if self.fail_fast and outcome is not None and outcome.state == FAILED:
+                self._no_more = True
+            if self.stop.is_set() or self._no_more:
                 queue.close()
         queue.close()
+        slot.close()  # what is left of the round runs on the other slots
 
     def _cell(self, slot: Slot, item: PlanItem) -> Outcome | None:
         """Claim, run and record one cell. None: it failed of a cause that is tried again."""
@@ -187,15 +229,14 @@ class Runner:
                 failed = self._stages(slot, item, claim, run_id, lost)
             self.tracker.log_files(run_id, self.store.folder(claim), FILES)
             if failed is None:
-                raise StageFailed("preempted", "it was stopped: the flow ends, or its claim is lost")
+                raise StageFailed("preempted", f"it was stopped: {self._why_stopped()}")
             if failed:
                 raise StageFailed("error", "; ".join(f"{task}: {reason}" for task, reason in failed.items()))
             self.store.finish(claim)
             self.tracker.end(run_id)
             return Outcome(label, DONE)
         except ClaimLost as error:
-            self.tracker.end(run_id, "KILLED", str(error))
-            return Outcome(label, ELSEWHERE, str(error))
+            return self._lost(item, run_id, error)
         except StageFailed as error:
             return self._failed(item, claim, run_id, error)
         except BaseException as error:
@@ -206,27 +247,33 @@ class Runner:
     def _stages(self, slot: Slot, item: PlanItem, claim: Claim, run_id: str, lost: Event) -> dict[str, str] | None:
         """Convert, train and evaluate as the plan says. Returns tasks that failed, with reasons; None when stopped."""
         cell = item.cell
-        progress = Progress(cell.label, self.say, self.tracker, self.store, claim, run_id)
-        halt = _Any(self.stop.is_set, lost.is_set, self.cancelled)
+        divergence = Divergence(self.prune) if self.prune else None
+        progress = Progress(cell.label, self.say, self.tracker, self.store, claim, run_id, divergence)
+        halt = _Any(self.stop.is_set, lost.is_set, self.cancelled, _NowAndThen(lambda: not self.store.holds(claim)))
+        diverged = _Any(halt.is_set, lambda: bool(progress.diverged))
 
-        def stage(name: str, *arguments: Any) -> Any:
+        def stage(name: str, *arguments: Any, stop: Event = halt) -> Any:
             started = time.monotonic()
             try:
-                call = lambda: slot.call(name, cell, claim, *arguments, stop=halt, on_progress=progress)  # noqa: E731
-                return STAGES[name](name, cell.label, call)
+                return STAGES[name](name, cell.label, lambda: slot.call(
+                    name, cell, claim, *arguments, stop=stop, attempt=claim.attempt, on_progress=progress
+                ))  # fmt: skip
             finally:
                 with self._lock:
                     self.seconds[name] += time.monotonic() - started
 
         started = time.monotonic()
-        slot.start(cell.base)
+        slot.start(cell.base, halt)
+        self._has_room()
         with self._lock:
             self.seconds["worker start"] += time.monotonic() - started
         if item.train and cell.train is not None:
-            states, _ = queries.overview(self.store)
-            micro_batch = retries.micro_batch(cell.train.batch_size, states[item.key].failures)
+            failures = queries.attempts_at(self.store, item.key).failures
+            micro_batch = retries.micro_batch(cell.train.batch_size, failures)
             stage("convert")
-            found = stage("train", micro_batch)
+            found = stage("train", micro_batch, stop=diverged)
+            if found is None and progress.diverged:
+                raise StageFailed("pruned", progress.diverged)
             if found is None:
                 return None
             progress.trained(cell, found)
@@ -245,25 +292,49 @@ class Runner:
             slot.close()
         return failed
 
+    def _lost(self, item: PlanItem, run_id: str, error: ClaimLost) -> Outcome:
+        """A person cancelled the cell, or another sweep took it over."""
+        newest = queries.attempts_at(self.store, item.key)
+        cancelled = newest.last_state == "cancelled"
+        reason = newest.last_reason if cancelled else str(error)
+        self.tracker.end(run_id, "KILLED", reason)
+        return Outcome(item.cell.label, STOPPED if cancelled else ELSEWHERE, reason)
+
     def _failed(self, item: PlanItem, claim: Claim, run_id: str, error: StageFailed) -> Outcome | None:
         """Record a failure in store and MLflow. None when the cell may be tried again in this run."""
-        status = "KILLED" if error.cause in ("preempted", "cancelled") else "FAILED"
+        status = "KILLED" if error.cause in ("preempted", "cancelled", "pruned") else "FAILED"
         tail = read_tail(self.store.folder(claim))
-        counted = error.cause != "preempted" or not self.stop.is_set()
+        counted = error.counted and (error.cause != "preempted" or not self.stop.is_set())
         try:
             self.store.fail(claim, error.cause, error.reason, traceback=error.traceback, log_tail=tail, counted=counted)
         except ClaimLost as lost:
-            self.tracker.end(run_id, "KILLED", str(lost))
-            return Outcome(item.cell.label, ELSEWHERE, str(lost))
+            return self._lost(item, run_id, lost)
         self.tracker.log_text(run_id, f"{error.reason}\n\n{error.traceback}\n\n{tail}", "failure.txt")
         self.tracker.end(run_id, status, f"{error.cause}: {error.reason}")
         self.say(f"{item.cell.label}: {error.cause}: {error.reason}")
+        if error.cause == "disk":
+            self._no_more = True  # the next cells would fail alike
+        if error.cause == "pruned":
+            return Outcome(item.cell.label, PRUNED, error.reason)
         if self.stop.is_set():
             return Outcome(item.cell.label, STOPPED, error.reason)
-        states, _ = queries.overview(self.store)
-        if retries.RETRIES[error.cause] and retries.may_retry(states[item.key].failures, error.cause):
+        failures = queries.attempts_at(self.store, item.key).failures
+        if retries.RETRIES[error.cause] and retries.may_retry(failures, error.cause):
+            self.stop.wait(retries.wait_seconds(failures, error.cause))
             return None
         return Outcome(item.cell.label, FAILED, f"{error.cause}: {error.reason}")
+
+
+class _NowAndThen:
+    """A condition that asks the store: looked at every few seconds, true for good once it was."""
+
+    def __init__(self, condition: Callable[[], bool]):
+        self._condition, self._at, self._holds = condition, time.monotonic(), False
+
+    def __call__(self) -> bool:
+        if not self._holds and time.monotonic() - self._at >= ASK_SECONDS:
+            self._at, self._holds = time.monotonic(), self._condition()
+        return self._holds
 
 
 class _Any(Event):

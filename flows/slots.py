@@ -11,9 +11,10 @@ from typing import Any
 from flows.cluster import any_node_alive, node_alive
 from sweeps.cell import Placement
 from sweeps.retries import cause_of
-from sweeps.store import Store
+from sweeps.store import ClaimLost, Store
 
 POLL_SECONDS = 1.0
+QUICK_START_SECONDS = 4.0  # a worker that starts within them found a place at once
 START_SECONDS = 600.0  # for a worker to find a place: a cluster may have to start a machine first
 STOP_SECONDS = 20.0  # for a stage that was asked to stop, until its process is ended
 
@@ -23,27 +24,34 @@ class RayGone(RuntimeError):
 
 
 class StageFailed(Exception):
-    """A stage ended without a result: cause (sweeps.retries), reason in a line, traceback of the worker."""
+    """A stage ended without a result: cause (sweeps.retries), reason in a line, traceback of the worker.
 
-    def __init__(self, cause: str, reason: str, traceback: str = ""):
+    ``counted``: whether it counts towards the bound of its cause.
+    """
+
+    def __init__(self, cause: str, reason: str, traceback: str = "", counted: bool = True):
         super().__init__(reason)
-        self.cause, self.reason, self.traceback = cause, reason, traceback
+        self.cause, self.reason, self.traceback, self.counted = cause, reason, traceback, counted
 
     def __reduce__(self) -> Any:
-        return StageFailed, (self.cause, self.reason, self.traceback)
+        return StageFailed, (self.cause, self.reason, self.traceback, self.counted)
 
 
 class Slot:
     """One worker process at a time, for cells of one base model at a time. Used by one thread."""
 
-    def __init__(self, store: Store, placement: Placement):
+    def __init__(self, store: Store, placement: Placement, on_waiting: Callable[[], None] = lambda: None):
         self.store, self.placement = store, placement
+        self.on_waiting = on_waiting  # called every second while a new worker finds no place
         self.base = ""
         self.node = ""
         self._actor: Any = None
 
-    def start(self, base: str) -> None:
-        """An actor for this base model: the one that is there when it serves the same, else a fresh process."""
+    def start(self, base: str, stop: Event) -> None:
+        """An actor for this base model: the one that is there when it serves the same, else a fresh process.
+
+        ``stop`` ends the wait for a place. Raises as ``_node``.
+        """
         if self._actor is not None and self.base == base:
             return
         import ray
@@ -56,25 +64,29 @@ class Slot:
             num_cpus=self.placement.num_cpus, num_gpus=self.placement.num_gpus,
         )(Worker)  # type: ignore[call-overload]  # fmt: skip
         self._actor = remote.remote(self.store, self.placement)
-        self.node = self._node()
+        self.node = self._node(stop)
         self.base = base
 
-    def _node(self) -> str:
+    def _node(self, stop: Event) -> str:
         """The node that the new actor runs on, once it runs. Ray itself would wait for ever where it finds no place.
 
-        Raises RayGone when no node of the cluster lives, StageFailed when the process ends or finds no place in time.
+        Raises RayGone when no node of the cluster lives, StageFailed when the process ends, finds no place in time (which
+        is not counted: the next try asks again) or is told to stop.
         """
         import ray
 
         reference = self._actor.node.remote()
-        until = time.monotonic() + START_SECONDS
+        started = time.monotonic()
         try:
             while not ray.wait([reference], timeout=POLL_SECONDS)[0]:
                 if not any_node_alive():
                     raise RayGone("Ray has no living node left: run the sweep again, it goes on from its checkpoints")
-                if time.monotonic() > until:
+                waited = time.monotonic() - started
+                if waited > START_SECONDS or stop.is_set():
                     self.close()
-                    raise StageFailed("preempted", f"no node had room for a worker within {START_SECONDS:.0f} s")
+                    raise StageFailed("preempted", f"no node had room for a worker within {waited:.0f} s", counted=False)
+                if waited > QUICK_START_SECONDS:
+                    self.on_waiting()
             return ray.get(reference)
         except ray.exceptions.RayError as error:
             self.close()
@@ -87,12 +99,13 @@ class Slot:
         stage: str,
         *arguments: Any,
         stop: Event | None = None,
+        attempt: int = 0,
         on_progress: Callable[[dict[str, Any]], None] | None = None,
     ) -> Any:
-        """Run a stage and wait, handing on its progress every second. ``stop``: ask it to save and return.
+        """Run a stage and wait, handing on its progress every second. ``stop``: ask ``attempt`` to save and return.
 
         Raises StageFailed with the cause: ``preempted`` (its node is gone), ``crash`` (its process died on a living
-        node), or what its exception stands for.
+        node), or what its exception stands for; ClaimLost from ``on_progress``, after asking the stage to stop.
         """
         import ray
 
@@ -107,10 +120,13 @@ class Slot:
                     return ray.get(reference)
                 if stop is not None and stop.is_set() and not asked_at:
                     asked_at = time.monotonic()
-                    self._actor.stop.remote()
+                    self._actor.stop.remote(attempt)
                 if asked_at and time.monotonic() - asked_at > STOP_SECONDS:
                     self.close()
                     raise StageFailed("preempted", f"{stage} was asked to stop and did not within {STOP_SECONDS:.0f} s")
+        except ClaimLost:  # noticed while its progress was written down
+            self._actor.stop.remote(attempt)
+            raise
         except ray.exceptions.RayTaskError as error:
             raise self._failure(error) from None
         except ray.exceptions.RayError as error:
@@ -120,11 +136,11 @@ class Slot:
             raise StageFailed(cause, reason, str(error)) from None
 
     def _failure(self, error: Any) -> StageFailed:
-        cause = cause_of(error.cause)
-        if cause == "oom" or "CUDA error" in str(error.cause):
+        failed = error.cause if isinstance(error.cause, StageFailed) else StageFailed(cause_of(error.cause), str(error.cause))
+        if failed.cause == "oom" or "CUDA error" in failed.reason:
             self.close()
         traceback = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Ray colours it
-        return StageFailed(cause, f"{type(error.cause).__name__}: {error.cause}", traceback)
+        return StageFailed(failed.cause, failed.reason, traceback)
 
     def close(self) -> None:
         """End the process; its GPU memory goes with it."""

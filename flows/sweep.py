@@ -16,22 +16,24 @@ from typing import Any
 
 from prefect import flow, get_run_logger, runtime
 from prefect.artifacts import create_markdown_artifact
-from prefect.states import Completed, Failed, State
+from prefect.states import Cancelled, Completed, Failed, State
 
 from flows import notify as notifications
 from flows.cluster import Capacity, check_feasible, cluster
 from flows.progress import Forgiving
-from flows.runner import DONE, Outcome, Runner
-from sweeps import queries, render, services, tables
+from flows.runner import DONE, PRUNED, Outcome, Runner
+from sweeps import priorities, queries, render, services, tables
 from sweeps.cell import Placement, key_of
 from sweeps.cost import Machine
 from sweeps.plan import Plan, make_plan
+from sweeps.pruning import Divergence
 from sweeps.request import HELP, build
 from sweeps.store import Store
 from sweeps.sweep import Sweep, pin
 from sweeps.tracking import Tracker, prepare
 
 Words = str | list[str]
+STEERED = {"cancelled": "a person cancelled the sweep", "draining": "a person drained the sweep"}
 
 
 @flow(
@@ -68,6 +70,8 @@ def sweep(
     checkpoint_minutes: float | None = None,
     max_gpu_hours: float | None = None,
     fail_fast: bool = False,
+    prune: float | None = None,
+    priority: float | None = None,
     notify: str = "",
 ) -> State:
     """Run a sweep. ``sweeps.request.HELP`` says what the parameters mean; None is the grid's default.
@@ -75,7 +79,9 @@ def sweep(
     gpus: of one cell; default one where there is one. workers: cells at work at a time; default one a GPU, or one.
     checkpoint_minutes: between checkpoints; default 2, on a CPU a quarter of a minute. notify: the Prefect block that is
     told of the end (secret/NAME, webhook/NAME, slack-webhook/NAME).
-    COMPLETED only if every cell is done; otherwise FAILED, naming the cells, while the others keep their scores.
+    prune: end a cell whose loss is over so many times its best; above 1. priority: higher goes first; default 0.
+    COMPLETED only if every cell is done (named Pruned when some were ended early as ``prune`` asks); CANCELLED when a
+    person cancelled or drained the sweep; otherwise FAILED, naming the cells, while the others keep their scores.
     Raises ValueError, before anything starts, for whatever is not allowed.
     """
     given = {name: value for name, value in locals().items() if name in HELP}
@@ -85,6 +91,8 @@ def sweep(
     _outlive_the_worker()
     with ExitStack() as stack:
         spec = pin(build(grid, **given))
+        if prune is not None:
+            Divergence(prune)
         store = Store()
         tracker = prepare(grid)
         for orphan in tracker.end_orphans(queries.live_runs(store)):
@@ -101,6 +109,9 @@ def sweep(
         if plan.refusal:
             raise ValueError(f"refused: {plan.refusal}")
         run = _prepare(plan, spec, store, tracker, workers, fail_fast)
+        run.prune = prune
+        if priority is not None:
+            priorities.put(store, run.sweep_id, priority)
         if plan.counts["skip"] < len(plan.items):
             capacity = capacity or stack.enter_context(cluster())
             run.placement = dataclasses.replace(placement, num_cpus=max(1, capacity.cpus // run.num_slots))
@@ -176,27 +187,40 @@ def _finish(plan: Plan, spec: Sweep, store: Store, run: Runner) -> str:
     create_markdown_artifact(markdown, key="table", description=f"scaling table of {spec.name}")
     run.tracker.log_text(run.parent, markdown, "table.md")
     run.tracker.set_tags(run.parent, {"mlflow.note.content": markdown})
-    undone = _undone(plan, run.outcomes)
-    if not undone or queries.sweep_state(store, run.sweep_id) == "running":
+    undone, _ = _without_result(plan, run.outcomes)
+    state = queries.sweep_state(store, run.sweep_id)
+    if not undone or state == "running":
         queries.set_sweep_state(store, run.sweep_id, "failed" if undone else "completed")
-    run.tracker.end(run.parent, "FAILED" if undone else "FINISHED")
+    run.tracker.end(run.parent, "FINISHED" if not undone else "KILLED" if state in STEERED else "FAILED")
     return render.render(made, "text")
 
 
-def _undone(plan: Plan, outcomes: dict[str, Outcome]) -> list[Outcome]:
-    """Every cell of the plan that has no result: failed, stopped, refused, claimed elsewhere, or never reached."""
-    absent = (outcomes.get(i.key, Outcome(i.cell.label, "not run", i.reason)) for i in plan.items if i.action != "skip")
-    return [outcome for outcome in absent if outcome.state != DONE]
+def _without_result(plan: Plan, outcomes: dict[str, Outcome]) -> tuple[list[Outcome], list[Outcome]]:
+    """Cells that are not done (failed, stopped, refused, claimed elsewhere, never reached), and those that were pruned."""
+    names = {"pruned": PRUNED}
+    planned = (Outcome(i.cell.label, names.get(i.action, "not run"), i.reason) for i in plan.items)
+    absent = [outcomes.get(i.key, p) for i, p in zip(plan.items, planned) if i.action != "skip"]
+    undone = [outcome for outcome in absent if outcome.state not in (DONE, PRUNED)]
+    return undone, [outcome for outcome in absent if outcome.state == PRUNED]
 
 
 def _state(plan: Plan, run: Runner) -> State:
-    undone = _undone(plan, run.outcomes)
+    undone, pruned = _without_result(plan, run.outcomes)
     skipped = plan.counts["skip"]
     if undone:
-        named = "; ".join(f"{outcome.label} ({outcome.reason or outcome.state})" for outcome in undone)
-        return Failed(message=f"{len(undone)} of {len(plan.items)} cells are not done: {named}")
-    done = f"{len(plan.items) - skipped} cells done" if skipped < len(plan.items) else "nothing to do"
-    return Completed(message=f"{done}, {skipped} were done before" if skipped else done)
+        state = queries.sweep_state(run.store, run.sweep_id)
+        end, how = (Cancelled, f"{STEERED[state]}; ") if state in STEERED else (Failed, "")
+        return end(message=f"{how}{len(undone)} of {len(plan.items)} cells are not done: {_named(undone)}")
+    finished = len(plan.items) - skipped - len(pruned)
+    done = f"{finished} cells done" if finished else "nothing to do"
+    done += f", {skipped} were done before" if skipped else ""
+    if pruned:
+        return Completed(name="Pruned", message=f"{done}; {len(pruned)} pruned as asked: {_named(pruned)}")
+    return Completed(message=done)
+
+
+def _named(outcomes: list[Outcome]) -> str:
+    return "; ".join(f"{outcome.label} ({outcome.reason or outcome.state})" for outcome in outcomes)
 
 
 class Clock:

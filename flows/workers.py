@@ -18,10 +18,12 @@ from typing import Any
 
 import ray
 
+from flows.slots import StageFailed
 from linear_core.evaluate.scores import Score, TaskSpec
 from linear_core.outcome import Interrupted
 from sweeps import stages
 from sweeps.cell import Cell, Placement
+from sweeps.retries import cause_of
 from sweeps.store import Claim, Store
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class Worker:
         logging.getLogger().setLevel(logging.INFO)
         self.store, self.placement = store, placement
         self.bench = stages.Bench(placement.device, placement.source)
-        self.stopping = threading.Event()
+        self._attempt, self._told = 0, -1  # the attempt at work, and the one that was told to stop
         self._lock = threading.Lock()
         self._progress: dict[str, Any] = {}
         self._folder = Path()
@@ -49,7 +51,7 @@ class Worker:
     def convert(self, cell: Cell, claim: Claim) -> dict[str, Any]:
         """Linearize; see ``stages.convert``."""
         folder = self.store.folder(claim)
-        with self._stage("convert", cell, folder):
+        with self._stage("convert", cell, claim):
             self._load(cell)
             return stages.convert(cell, folder, self.bench)
 
@@ -60,11 +62,11 @@ class Worker:
         """
         folder = self.store.folder(claim)
         placement = dataclasses.replace(self.placement, micro_batch=micro_batch)
-        with self._stage("train", cell, folder):
+        with self._stage("train", cell, claim):
             stages.adopt_checkpoints(_earlier(folder), folder)
             try:
                 found = stages.train(
-                    cell, folder, self.bench, placement, on_progress=self._on_progress, should_stop=self.stopping.is_set
+                    cell, folder, self.bench, placement, on_progress=self._on_progress, should_stop=self._told_to_stop
                 )
             except Interrupted:
                 return None
@@ -81,7 +83,7 @@ class Worker:
         keys = dict(tasks)
         folder = self.store.folder(claim)
         source = folder if trained_here or cell.is_base else self.store.published_folder(cell.train_key)
-        with self._stage("evaluate", cell, folder):
+        with self._stage("evaluate", cell, claim):
             self._load(cell)
             try:
                 scores, failed = stages.evaluate(
@@ -120,25 +122,28 @@ class Worker:
         return said
 
     @ray.method(concurrency_group="control")
-    def stop(self) -> None:
-        """Ask the running stage to save what it has and return."""
-        self.stopping.set()
+    def stop(self, attempt: int) -> None:
+        """Ask this attempt's stage to save what it has and return; the attempts after it are not touched."""
+        self._told = attempt
+
+    def _told_to_stop(self) -> bool:
+        return self._told == self._attempt
 
     @contextmanager
-    def _stage(self, name: str, cell: Cell, folder: Path) -> Iterator[None]:
-        """What a stage logs, and the exception it ends with, are kept in the attempt's log."""
+    def _stage(self, name: str, cell: Cell, claim: Claim) -> Iterator[None]:
+        """What a stage logs, and the exception it ends with, are kept in the attempt's log. Raises StageFailed."""
         self._progress = {"stage": name, "rows": []}
-        self._folder = folder
-        with stages.log_tail(folder):
+        self._attempt, self._folder = claim.attempt, self.store.folder(claim)
+        with stages.log_tail(self._folder):
             log.info("%s %s in process %d", name, cell.label, os.getpid())
             try:
                 yield
-            except BaseException:
+            except Exception as error:
                 log.exception("%s %s failed", name, cell.label)
-                raise
+                raise StageFailed(cause_of(error), f"{type(error).__name__}: {error}") from error
 
     def _on_progress(self, said: dict[str, Any]) -> None:
-        if self.stopping.is_set() and said["stage"] == "evaluate":
+        if self._told_to_stop() and said["stage"] == "evaluate":
             raise _Stopped
         with self._lock:
             rows = [*self._progress.get("rows", []), *([said] if "tokens_seen" in said else [])]

@@ -51,12 +51,11 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
     for left in parent.glob(".partial-*"):  # by a process that was killed: a folder has one writer at a time
         shutil.rmtree(left)
     partial.mkdir()
-    content = {name: t.detach().cpu().contiguous() for name, t in (tensors | _random_states()).items()}  # type: ignore[operator]
-    save_file(content, str(partial / TENSORS))
-    written = {**state, "step": step, "digest": _digest(partial / TENSORS)}
-    (partial / STATE).write_text(json.dumps(written, indent=1, sort_keys=True))
-    for name in (TENSORS, STATE, "."):
-        _sync(partial / name)
+    try:
+        _write(partial, tensors, {**state, "step": step})
+    except BaseException:  # a full disk: give back what there was left of it
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if path.exists():  # an earlier one of this step, complete or not, holds nothing that this one lacks
         shutil.rmtree(path)
     os.rename(partial, path)
@@ -64,6 +63,15 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
     for old in sorted(parent.glob("step-*"))[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def _write(partial: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    content = {name: t.detach().cpu().contiguous() for name, t in (tensors | _random_states()).items()}  # type: ignore[operator]
+    save_file(content, str(partial / TENSORS))
+    written = {**state, "digest": _digest(partial / TENSORS)}
+    (partial / STATE).write_text(json.dumps(written, indent=1, sort_keys=True))
+    for name in (TENSORS, STATE, "."):
+        _sync(partial / name)
 
 
 def complete(folder: Path) -> list[Checkpoint]:

@@ -34,6 +34,10 @@ HUB_TIMEOUT = 5.0  # seconds until a hub that does not answer counts as unreacha
 WHOLE_FILE = 1 << 28  # bytes up to which a file's digest reads all of it
 
 
+class HubBusy(ValueError):
+    """The hub answers that it has no time now (429, 5xx)."""
+
+
 @dataclass(frozen=True)
 class Source:
     """One place that text comes from. location: path of the training text, or hub name. heldout: path of its own
@@ -59,7 +63,8 @@ def resolve(source: str) -> Source:
     """A source's string → Source; ``auto`` becomes what it stands for now.
 
     Raises ValueError, naming what is allowed, for another form, a path that cannot be read, a folder without text,
-    an unreadable GOLINEAR_DATA, and a hub data set whose revision neither the hub nor an earlier use tells.
+    an unreadable GOLINEAR_DATA, and a hub data set whose revision neither the hub nor an earlier use tells: HubBusy when
+    it may tell later, which ``auto`` does not take for an absent hub.
     """
     if source == "self":
         return Source("self")
@@ -135,6 +140,8 @@ def _auto() -> Source:
         return _local(path, f"GOLINEAR_DATA {folder!r}")
     try:
         return Source("hub", DEFAULT_HUB, revision=_hub_revision(DEFAULT_HUB))
+    except HubBusy:
+        raise  # another text would be another study
     except ValueError as error:
         logger.warning("training text: the base model's own samples, because %s", error)
         return Source("self")
@@ -218,7 +225,7 @@ def _digest(path: Path, size: int, modified: int) -> str:
 
 def _hub_revision(name: str) -> str:
     """The data set's commit: the hub's, else the last one used on this machine."""
-    revision, reason = _ask_hub(name)
+    revision, reason, busy = _ask_hub(name)
     remembered = models.cache_folder() / "hub_revisions" / name.replace("/", "--")
     if revision:
         remembered.parent.mkdir(parents=True, exist_ok=True)
@@ -226,18 +233,21 @@ def _hub_revision(name: str) -> str:
         return revision
     if remembered.exists():
         return remembered.read_text().strip()
+    if busy:
+        raise HubBusy(f"hub data set {name!r}: the hub is busy ({reason}); try again, or name local:PATH or self")
     raise ValueError(f"hub data set {name!r} cannot be had ({reason}); else local:PATH or self")
 
 
 @functools.cache
-def _ask_hub(name: str) -> tuple[str, str]:
-    """(commit, "") or ("", why not), within HUB_TIMEOUT seconds; asked once a process, whatever the answer."""
+def _ask_hub(name: str) -> tuple[str, str, bool]:
+    """(commit, why there is none, whether to ask again later), within HUB_TIMEOUT seconds; asked once a process."""
     from huggingface_hub import HfApi
 
     try:
-        return HfApi().dataset_info(name, timeout=HUB_TIMEOUT).sha or "", "it has no commit"
+        return HfApi().dataset_info(name, timeout=HUB_TIMEOUT).sha or "", "it has no commit", False
     except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; all mean "not now"
-        return "", _reason(error)
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        return "", _reason(error), status in (408, 429) or status >= 500
 
 
 def _hub_rows(source: Source, skip: int) -> Iterator[str]:

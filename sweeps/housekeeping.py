@@ -37,7 +37,7 @@ def leftovers(store: Store) -> list[Leftover]:
             continue
         if published.get(row.key) == f"{row.key}/{row.id}":
             folder, why = folder / "checkpoints", "checkpoints of a finished cell"
-        elif row.key in published and row.state in ("failed", "lost", "cancelled"):
+        elif row.key in published and row.state in ("failed", "lost", "cancelled", "pruned"):
             why = f"an attempt that was {row.state}; the cell is done by another"
         elif row.state == "forgotten":
             why = "an attempt at a forgotten cell"

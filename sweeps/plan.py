@@ -1,6 +1,7 @@
 """What a sweep would do, cell by cell, before anything starts or costs. Imports no torch; one query to the store.
 
-Actions: ``run``, ``skip`` (done), ``resume`` (from a checkpoint), ``wait`` (claimed by someone else), ``refuse``.
+Actions: ``run``, ``skip`` (done), ``resume`` (from a checkpoint), ``wait`` (claimed by someone else), ``refuse``, and
+``pruned`` (ended early because it diverged; not tried again without ``golinear retry``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sweeps.store import Claim, Store
 from sweeps.sweep import Sweep, applies, pin
 from sweeps.weights import why_not_at_hand
 
-ACTIONS = ("run", "resume", "skip", "wait", "refuse")
+ACTIONS = ("run", "resume", "skip", "wait", "refuse", "pruned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Plan:
     @property
     def counts(self) -> dict[str, int]:
         found = Counter(item.action for item in self.items)
-        return {action: found[action] for action in ACTIONS}
+        return {action: found[action] for action in ACTIONS if found[action] or action != "pruned"}
 
     @property
     def to_do(self) -> tuple[PlanItem, ...]:
@@ -128,7 +129,8 @@ class _Decider:
     def __init__(self, sweep: Sweep, machine: Machine, placement: Placement, known: queries.Snapshot):
         self.sweep, self.machine, self.placement, self.known = sweep, machine, placement, known
         self.bases: dict[str, BaseModel] = {base: resolve(base) for base in sweep.bases}
-        self.missing = {b: why_not_at_hand(model) if machine.is_here else "" for b, model in self.bases.items()}
+        unresolved = {cell.base for cell in sweep.cells if cell.revision == "unresolved"}
+        self.missing = {b: why_not_at_hand(m, b in unresolved) if machine.is_here else "" for b, m in self.bases.items()}
         self.available = {
             task for task, source in zip(sweep.tasks, sweep.task_sources) if not (source.reason and machine.is_here)
         }
@@ -144,6 +146,8 @@ class _Decider:
             return replace(item, action="skip", reason="done" if keys else "nothing to measure")
         if state.holder:
             return replace(item, action="wait", reason=f"claimed by {state.holder}")
+        if state.failures["pruned"]:
+            return replace(item, action="pruned", reason=state.last_reason)
         seconds = self._seconds(cell, train, tasks, state.resume_tokens)
         item = replace(item, seconds=seconds, memory=self._memory(cell))
         if reason := self._why_not(cell, state):

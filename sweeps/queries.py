@@ -105,6 +105,16 @@ def snapshot(store: Store) -> Snapshot:
     return found
 
 
+def attempts_at(store: Store, key: str) -> CellState:
+    """What the attempts at one cell amount to (its ``published`` and ``holder`` are not looked up)."""
+    table = schema.attempts.c
+    columns = (table.state, table.cause, table.reason, table.tokens, table.counted)
+    state = CellState()
+    for row in store.read(sa.select(*columns).where(table.key == key).order_by(table.id)):
+        _add_attempt(state, row.state, row.cause, row.reason, row.tokens, bool(row.counted))
+    return state
+
+
 def _add_attempt(state: CellState, name: str, cause: str, reason: str, tokens: int, counted: bool) -> None:
     state.last_state, state.last_cause, state.last_reason = name, cause, reason
     if name == "forgotten":
@@ -112,7 +122,7 @@ def _add_attempt(state: CellState, name: str, cause: str, reason: str, tokens: i
     state.resume_tokens = max(state.resume_tokens, tokens)
     if name == "done":
         state.failures.clear()
-    elif name in ("failed", "lost", "cancelled") and counted:
+    elif name in ("failed", "lost", "cancelled", "pruned") and counted:
         state.failures[cause] += 1
 
 
@@ -138,7 +148,7 @@ def provenance_of(store: Store) -> dict[str, dict[str, Any]]:
 
 
 def failures(store: Store, key: str | None = None) -> list[Failure]:
-    """Failed and lost attempts, newest first: of one key (a prefix is enough), or the newest of every key that has no
+    """Failed, lost, cancelled and pruned attempts, newest first: of one key (a prefix is enough), or the newest of every key that has no
     later success."""
     table = schema.attempts
     query = sa.select(table).where(table.c.state != "forgotten").order_by(table.c.id.desc())
@@ -150,7 +160,7 @@ def failures(store: Store, key: str | None = None) -> list[Failure]:
         if key is None and row.key in seen:
             continue
         seen.add(row.key)
-        if row.state in ("failed", "lost", "cancelled"):
+        if row.state in ("failed", "lost", "cancelled", "pruned"):
             fields = {name: getattr(row, name) for name in Failure.__dataclass_fields__ if name != "attempt"}
             found.append(Failure(attempt=row.id, **{**fields, "ended_at": row.ended_at or 0.0}))
     return found
@@ -168,11 +178,17 @@ def live_runs(store: Store) -> list[str]:
     return [row.tracking_run for row in store.read(query) if row.tracking_run]
 
 
-def find_key(store: Store, text: str) -> str:
-    """The one key that starts with ``text`` or ends with it (its 16 hex do). Raises ValueError for none or several."""
+def find_key(store: Store, text: str, *, planned: bool = False) -> str:
+    """The one key that starts with ``text`` or ends with it (its 16 hex do), of cells that ran; ``planned``: or are to.
+
+    Raises ValueError for none or several.
+    """
     keys = {
         row.key for table in (schema.results, schema.attempts) for row in store.read(sa.select(table.c.key).distinct())
     }
+    if planned:
+        sweeps = (load_sweep(store, entry["id"])[1] for entry in list_sweeps(store))
+        keys |= {cell.train_key for sweep in sweeps for cell in sweep.cells}
     found = [text] if text in keys else sorted(k for k in keys if k.startswith(text) or k.endswith(text))
     if len(found) != 1:
         listed = ", ".join(found[:5]) or "none"
@@ -231,7 +247,7 @@ def retry(store: Store, keys: Sequence[str] | None = None) -> int:
     table = schema.attempts
     change = (
         sa.update(table)
-        .where(table.c.state.in_(("failed", "lost", "cancelled")), table.c.counted)
+        .where(table.c.state.in_(("failed", "lost", "cancelled", "pruned")), table.c.counted)
         .values(counted=False)
     )
     if keys is not None:

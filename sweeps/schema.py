@@ -20,7 +20,7 @@ claims = sa.Table(
     sa.Column("fence", sa.Integer, nullable=False),
     sa.Column("expires_at", sa.Float, nullable=False),
 )
-# Every try at a cell. state: running, done, failed, lost (its claim was taken over), cancelled, forgotten.
+# Every try at a cell. state: running, done, failed, lost (its claim was taken over), cancelled, pruned, forgotten.
 attempts = sa.Table(
     "attempts",
     metadata,
@@ -74,7 +74,22 @@ sweeps = sa.Table(
     sa.Column("name", sa.String(80), nullable=False),
     sa.Column("spec", JSON, nullable=False),
     sa.Column("created_at", sa.Float, nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),  # running, paused, cancelled, completed, failed
+    sa.Column("state", sa.String(16), nullable=False),  # as in queries.set_sweep_state
+)
+# What a person put before or behind the rest: a sweep's id or a cell's key. 0 unless named here; higher goes first.
+priorities = sa.Table(
+    "priorities",
+    metadata,
+    sa.Column("key", sa.String(160), primary_key=True),
+    sa.Column("priority", sa.Float, nullable=False),
+)
+# Sweeps that wait for a place in Ray: those of lower priority make room at their next cell.
+waiting = sa.Table(
+    "waiting",
+    metadata,
+    sa.Column("holder", sa.String(200), primary_key=True),
+    sa.Column("priority", sa.Float, nullable=False),
+    sa.Column("expires_at", sa.Float, nullable=False),
 )
 # Small measured facts that plans use: tokens/s of a recipe on a device, bytes of a probe step.
 measurements = sa.Table(

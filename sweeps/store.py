@@ -7,6 +7,7 @@ transaction that checks the fence. Only what is published is a result.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import uuid
@@ -24,7 +25,7 @@ from sweeps.blobs import Blobs
 from sweeps.cell import Cell
 from sweeps.home import database_url
 
-EXPIRES_AFTER = 60.0  # seconds without renewal until another may take a claim over
+EXPIRES_AFTER = 60.0  # seconds without renewal until another may take a claim over; GOLINEAR_CLAIM_SECONDS changes it
 
 
 class ClaimLost(RuntimeError):
@@ -59,7 +60,7 @@ class Store:
     """Claims, attempts, results and scores.
 
     ``expires_after``: seconds without renewal until a claim may be taken over. ``clock`` replaces the database's clock
-    in simulations. Raises ValueError for a database that is not supported.
+    in simulations. Raises ValueError for a database that is not supported or a claim that would live under a second.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class Store:
         url: str | None = None,
         *,
         blobs: str | None = None,
-        expires_after: float = EXPIRES_AFTER,
+        expires_after: float | None = None,
         clock: Callable[[], float] | None = None,
     ):
         self.url = url or database_url()
-        self.expires_after = expires_after
+        self.expires_after = _claim_seconds() if expires_after is None else expires_after
         self.engine = schema.open_engine(self.url)
         self.blobs = Blobs(blobs)
         self._clock = clock
@@ -146,6 +147,12 @@ class Store:
         if done.rowcount != 1:
             raise ClaimLost(f"claim on {claim.key} (fence {claim.fence}) is lost: it expired or was taken over")
 
+    def holds(self, claim: Claim) -> bool:
+        """Whether a claim is still ours; renews nothing."""
+        table = schema.claims.c
+        mine = sa.and_(table.key == claim.key, table.holder == claim.holder, table.fence == claim.fence)
+        return bool(self.read(sa.select(table.key).where(mine, table.expires_at > self.now)))
+
     def note(self, claim: Claim, *, tokens: int | None = None, tracking_run: str | None = None) -> None:
         """Record how far the newest checkpoint is, or the attempt's MLflow run; renews. Raises ClaimLost."""
         values = {k: v for k, v in {"tokens": tokens, "tracking_run": tracking_run}.items() if v is not None}
@@ -199,7 +206,7 @@ class Store:
         self, claim: Claim, cause: str, reason: str, *, traceback: str = "", log_tail: str = "", counted: bool = True
     ) -> None:
         """Record why an attempt failed and free its claim. Raises ClaimLost when it was not ours any more."""
-        state = "cancelled" if cause == "cancelled" else "failed"
+        state = cause if cause in ("cancelled", "pruned") else "failed"
         texts = {"reason": reason[:2000], "traceback": traceback[-20000:], "log_tail": log_tail[-20000:]}
         self._end(claim, state=state, cause=cause, counted=counted, **texts)
 
@@ -229,6 +236,17 @@ class Store:
         if not blob:
             raise KeyError(f"{key} is not published")
         return self.blobs.fetch(blob[0].blob)
+
+
+def _claim_seconds() -> float:
+    text = os.environ.get("GOLINEAR_CLAIM_SECONDS") or str(EXPIRES_AFTER)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds <= 86400:
+        raise ValueError(f"GOLINEAR_CLAIM_SECONDS must be between 1 and 86400, not {text!r}")
+    return seconds
 
 
 def _same_inputs(key: str, stored: dict[str, Any], mine: dict[str, Any]) -> None:

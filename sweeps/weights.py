@@ -33,10 +33,11 @@ def revision_of(model: BaseModel) -> str:
         return found
 
 
-def why_not_at_hand(model: BaseModel) -> str:
+def why_not_at_hand(model: BaseModel, unresolved: bool = False) -> str:
     """Why the weights are neither here nor to be had from the hub, and what to do; "" when they are.
 
     A folder must hold safetensors; a hub model must be in the local cache, or the hub reachable (gated: with a token).
+    ``unresolved``: the hub was asked for their revision and did not say.
     """
     if model.is_folder:
         if any(Path(model.source).glob("*.safetensors")):
@@ -54,6 +55,8 @@ def why_not_at_hand(model: BaseModel) -> str:
     if not hub_reachable():
         here = "is not in the local cache and the hub cannot be reached"
         return f"weights not available: {model.source} {here}; give a folder"
+    if unresolved:
+        return f"weights not available: the hub does not say now which revision {model.source} has; try again later"
     return ""
 
 

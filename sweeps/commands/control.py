@@ -1,4 +1,4 @@
-"""golinear cancel, pause, drain, resume, gc: steering a sweep that runs, and freeing what nothing needs."""
+"""golinear cancel, pause, drain, resume, priority, gc: steering a sweep that runs, and freeing what nothing needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SWEEP = typer.Argument(help="a sweep's name or id, as in golinear status")
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (cancel, pause, drain, resume, gc):
+    for command in (cancel, pause, drain, resume, priority, gc):
         app.command()(command)
 
 
@@ -44,6 +44,23 @@ def drain(sweep: str = SWEEP) -> None:
 def resume(sweep: str = SWEEP) -> None:
     """Go on with a paused sweep."""
     _set(sweep, "running", "its flow takes the next cell within seconds")
+
+
+def priority(
+    name: str = typer.Argument(help="a sweep's name or id, or a cell's key, its beginning or last 16"),
+    value: float = typer.Argument(help="higher goes first; everything has 0 until told otherwise"),
+) -> None:
+    """Put a sweep or a cell before the others (behind them: golinear priority NAME -- -1)."""
+    from sweeps import priorities, queries
+    from sweeps.store import Store
+
+    store = Store()
+    if any(name in (entry["id"], entry["name"]) for entry in queries.list_sweeps(store)):
+        key, _ = queries.load_sweep(store, name)
+    else:
+        key = queries.find_key(store, name, planned=True)
+    priorities.put(store, key, value)
+    console.print(f"{key}: priority {value:g}", highlight=False)
 
 
 def _set(sweep: str, state: str, then: str) -> None:

@@ -75,7 +75,7 @@ def show_plan(made: Plan) -> None:
     """The plan as a table, with what it adds up to."""
     from rich.table import Table
 
-    colours = {"run": "green", "resume": "cyan", "skip": "dim", "wait": "yellow", "refuse": "red"}
+    colours = {"run": "green", "resume": "cyan", "skip": "dim", "wait": "yellow", "refuse": "red", "pruned": "magenta"}
     rows = Table("cell", "action", "why", "minutes", "GiB", box=None)
     for item in made.items:
         action = f"[{colours[item.action]}]{item.action}[/]"
@@ -132,7 +132,7 @@ def status(
     sweep_id, spec = queries.load_sweep(store, sweep)
     state = queries.sweep_state(store, sweep_id)
     made = make_plan(spec, store)
-    found = {failure.key: failure for failure in queries.failures(store)}
+    found = {failure.key: failure for failure in queries.failures(store) if failure.state != "pruned"}
     rows = [_status_row(item, found.get(item.key)) for item in made.items if not failed or item.key in found]
     if json:
         console.print_json(data={"sweep": sweep_id, "state": state, "counts": made.counts, "cells": rows})
@@ -146,7 +146,8 @@ def status(
 
 def _status_row(item: PlanItem, failure: Failure | None) -> dict[str, Any]:
     """A cell as status shows it: the plan's item with its state in a word, and why."""
-    state = {"skip": "done", "run": "to do", "resume": "stopped", "wait": "running", "refuse": "refused"}[item.action]
+    words = {"skip": "done", "run": "to do", "resume": "stopped", "wait": "running", "refuse": "refused"}
+    state = words.get(item.action, item.action)
     why = "" if item.action == "skip" else item.reason
     if failure is not None and item.action in ("run", "resume", "refuse"):
         state = "stopped" if failure.cause in ("preempted", "cancelled") else "failed"

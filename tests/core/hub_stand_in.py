@@ -1,4 +1,4 @@
-"""A loopback server with as much of the hub's HTTP interface as ``datasets`` uses to stream a parquet data set."""
+"""A loopback server with as much of the hub's HTTP interface as streaming a parquet data set and loading a model take."""
 
 import io
 import json
@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -25,7 +26,9 @@ def _parquet(documents: list[str]) -> bytes:
 class _Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes]
     file: str
+    models: dict[str, Path]  # repository → folder
     requests: list[str]
+    busy: threading.Event  # while set, everything is answered 429
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
@@ -45,6 +48,12 @@ class _Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.requests.append(f"{self.command} {self.path}")
         path = self.path.split("?")[0]
+        if self.busy.is_set():
+            self._send(429, b"{}", Retry_After="0")
+            return
+        if path.split("/")[1:2] != ["datasets"] and not path.startswith("/api/datasets"):
+            self._model(path)
+            return
         match = re.match(r"/(api/)?datasets/(\w+/\w+)(?:/(revision|tree|resolve|paths-info)/[^/]+)?/?(.*)$", path)
         content = self.files.get(match[2]) if match else None
         if match is None or content is None:
@@ -60,11 +69,30 @@ class _Hub(BaseHTTPRequestHandler):
 
     do_POST = do_HEAD = do_GET
 
+    def _model(self, path: str) -> None:
+        match = re.match(r"/(?:api/models/)?([\w-]+/[\w-]+)(?:/(revision|tree|resolve)/[^/]+)?/?(.*)$", path)
+        folder = self.models.get(match[1]) if match else None
+        if match is None or folder is None:
+            self._send(404, b"{}", X_Error_Code="RepoNotFound", X_Error_Message="Repository not found")
+        elif match[2] == "resolve":
+            if (folder / match[3]).is_file():
+                self._file((folder / match[3]).read_bytes(), f'"{match[3]}"')
+            else:
+                self._send(404, b"", X_Error_Code="EntryNotFound", X_Error_Message="Entry not found")
+        elif match[2] == "tree":
+            names = sorted(path.name for path in folder.iterdir())
+            self._json([{"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": n} for n in names])
+        else:
+            self._json({"id": match[1], "sha": COMMIT, "private": False, "tags": [], "siblings": []})
+
     def _resolve(self, name: str, content: bytes) -> None:
         if name != self.file:
             self._send(404, b"", X_Error_Code="EntryNotFound", X_Error_Message="Entry not found")
             return
-        headers = {"ETag": '"f11e"', "Accept_Ranges": "bytes"}
+        self._file(content, '"f11e"')
+
+    def _file(self, content: bytes, etag: str) -> None:
+        headers = {"ETag": etag, "Accept_Ranges": "bytes"}
         asked = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if asked is None:
             self._send(200, content, **headers)
@@ -85,10 +113,19 @@ def _entries(asked: str, name: str, size: int, path: str) -> list[dict[str, obje
 
 
 @contextmanager
-def hub(data_sets: dict[str, list[str]], split: str = "train") -> Iterator[dict[str, str]]:
-    """Serve data sets (name → documents, all of one split). Yields the environment of a process that takes this server for the hub."""
+def hub(
+    data_sets: dict[str, list[str]],
+    split: str = "train",
+    models: dict[str, Path] | None = None,
+    busy: threading.Event | None = None,
+) -> Iterator[dict[str, str]]:
+    """Serve data sets (name → documents, all of one split) and models (name → folder), 429 to everything while ``busy``.
+
+    Yields the environment of a process that takes this server for the hub.
+    """
     files = {name: _parquet(texts) for name, texts in data_sets.items()}
-    handler = type("Hub", (_Hub,), {"files": files, "file": FILE.format(split=split), "requests": []})
+    told = {"models": models or {}, "busy": busy or threading.Event()}
+    handler = type("Hub", (_Hub,), {"files": files, "file": FILE.format(split=split), "requests": [], **told})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     kept = {
