@@ -16,11 +16,17 @@ OBJECT_STORE_BYTES = 100 * 2**20  # stages talk through files: Ray carries small
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a cluster can give in all: whole GPUs and CPUs, and nodes."""
+    """What a cluster can give in all: whole GPUs and CPUs, and nodes; and the CPUs of the smallest node for cells."""
 
     gpus: int
     cpus: int
     nodes: int
+    node_cpus: int
+
+    def cpus_of_a_cell(self, num_slots: int) -> int:
+        """CPUs for each of so many cells at a time: a cell runs on one node, so they are shared node by node."""
+        working = max(1, self.cpus // max(1, self.node_cpus))
+        return max(1, self.node_cpus // -(-num_slots // working))
 
 
 @contextmanager
@@ -59,8 +65,11 @@ def _signals_kept() -> Iterator[None]:
 
 def _capacity(ray: Any) -> Capacity:
     total = ray.cluster_resources()
-    nodes = sum(1 for node in ray.nodes() if node["Alive"])
-    return Capacity(gpus=int(total.get("GPU", 0)), cpus=int(total.get("CPU", 1)), nodes=nodes)
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    working = [there for there in alive if there.get("CPU", 0) >= 1]  # a head may offer none
+    with_gpu = [there for there in working if there.get("GPU", 0) >= 1]
+    smallest = min((int(there["CPU"]) for there in with_gpu or working), default=1)
+    return Capacity(gpus=int(total.get("GPU", 0)), cpus=int(total.get("CPU", 1)), nodes=len(alive), node_cpus=smallest)
 
 
 def check_feasible(wanted: int, available: int) -> None:

@@ -114,7 +114,7 @@ def sweep(
             priorities.put(store, run.sweep_id, priority)
         if plan.counts["skip"] < len(plan.items):
             capacity = capacity or stack.enter_context(cluster())
-            run.placement = dataclasses.replace(placement, num_cpus=max(1, capacity.cpus // run.num_slots))
+            run.placement = dataclasses.replace(placement, num_cpus=capacity.cpus_of_a_cell(run.num_slots))
             clock.part("ray start")
             try:
                 run.run(plan)
