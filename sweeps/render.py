@@ -69,13 +69,18 @@ def _tex(text: str) -> str:
 
 
 def _html(grid: Grid) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in grid.header)
+    head = "".join(f"<th>{breakable(cell)}</th>" for cell in grid.header)
     rows = "".join(f"<tr>{''.join(map(_place, row))}</tr>\n" for row in grid.body)
     caption = f"<caption>{html.escape(grid.title)}</caption>" if grid.title else ""
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in grid.notes)
     body = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>"
     listed = f'<ul class="notes">{notes}</ul>\n' if notes else ""
     return f'<div class="wide"><table class="golinear">{caption}{body}</table></div>\n{listed}'
+
+
+def breakable(text: str) -> str:
+    """HTML of a task's name that may break after an underscore and before its length."""
+    return html.escape(text).replace("_", "_<wbr>").replace("@", "<wbr>@")
 
 
 def _place(text: str) -> str:

@@ -32,7 +32,7 @@ class Study:
     """A sweep's tidy frame (``tables.frame``) and what stands beside it.
 
     failures: one dict a failed cell (key, label, state, cause, reason). curves: by key, columns of at most 128 points.
-    versions: of packages, by environment.
+    versions: of packages, by environment. maps: by key, attention errors by layer and token (the task diagnostics).
     """
 
     name: str
@@ -42,6 +42,7 @@ class Study:
     failures: tuple[Mapping[str, Any], ...] = ()
     curves: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     versions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    maps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     made: str = ""  # version of golinear that wrote it
 
     def table(self, *, all_metrics: bool = False) -> tables.Table:

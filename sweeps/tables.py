@@ -27,7 +27,8 @@ Record = dict[str, Any]
 MEASURED, MISSING = "measured", "missing"
 CACHE_LENGTH = 32768  # tokens at which cache bytes are compared
 WHOLE = ("seed", "length", "limit", "shots", "task_seed", "samples", "tokens", "sequence_length", "batch_size",
-         "warmup_steps", "new_parameters", "cache_bytes", "gpus")  # fmt: skip
+         "warmup_steps", "base_parameters", "new_parameters", "cache_bytes", "gpus", "window", "sinks", "lora_rank", "lora_alpha",
+         "conv_kernel")  # fmt: skip
 PER_CENT = ("acc", "acc_norm", "top1")  # shares of items, shown in per cent; all other metrics as they are
 HIGHER = (*PER_CENT, "state_nats")  # what the state saves; of every other metric (perplexities, kl) less is better
 
@@ -36,8 +37,8 @@ def frame(store: Store, sweep: Sweep) -> pd.DataFrame:
     """All scores of a pinned sweep, a row for each cell × task × metric; a missing one is a row with its reason.
 
     Columns: key, setting, label, the axes (base, mechanism, budget, …, seed), training settings, task, metric, value,
-    stderr, samples, status (measured, missing), reason, source, harness, flags, new_parameters, cache_bytes (after 32k
-    tokens), tokens, minutes (of training), gpus, hardware, commit, at; items and values: per-item results, packed
+    stderr, samples, status (measured, missing), reason, source, harness, flags, base_parameters, new_parameters,
+    cache_bytes (after 32k tokens), tokens, minutes (of training), gpus, hardware, commit, at; items and values: per-item results, packed
     (``sweeps.items``). Values as the harness gives them (accuracy in 0 … 1).
     """
     found: dict[str, list[Score]] = {}
@@ -123,6 +124,7 @@ def _axes(cell: Cell) -> Record:
         train["learning_rate"] = cell.train.peak_learning_rate(recipe.adaptation)
     axes |= train
     return axes | {
+        "base_parameters": shape.num_parameters,
         "new_parameters": cost.new_parameters(shape, recipe),
         "cache_bytes": cost.cache_bytes(shape, recipe, CACHE_LENGTH),
     }
@@ -278,6 +280,9 @@ TRAIN_FIELDS = ("tokens", "sequence_length", "batch_size", "learning_rate", "war
 TELLING = ("revision", "data", *TRAIN_FIELDS, "lora_rank", "lora_alpha", "conv_kernel")
 
 
+FACTS = ("mechanism", "budget", "window", "sinks", "adaptation", "base_parameters", "new_parameters", "cache_bytes", "tokens")
+
+
 def _names(settings: dict[str, Record]) -> dict[str, str]:
     """Name of each setting: its recipe, with whatever else tells it from another of the same recipe and base model."""
     names = {}
@@ -298,7 +303,7 @@ def _row(setting: str, name: str, part: Sequence[Record], columns: Sequence[Colu
         if asked := tuple(record for record in part if _column_key(record) == key):
             samples[column] = asked
     minutes = list({record["key"]: record["minutes"] for record in part if record["minutes"] is not None}.values())
-    facts = {k: first[k] for k in ("mechanism", "budget", "adaptation", "new_parameters", "cache_bytes", "tokens")}
+    facts = {k: first[k] for k in FACTS}
     facts |= {"minutes": sum(minutes) / len(minutes) if minutes else None, "gpus": first["gpus"]}
     facts |= {"seeds": len({record["seed"] for record in part})}
     return Row(

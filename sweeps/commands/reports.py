@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from sweeps.commands.console import say
+
 if TYPE_CHECKING:
     from sweeps.study import Study
 
+OUT = typer.Option(..., "-o", "--out", help="folder to write")
 SWEEP = typer.Argument(None, help="a sweep's name or id; default: the newest")
 FROM = typer.Option([], "--from", help="instead of the store: a file of golinear table --format json (several: joined)")
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(table)
+    for command in (table, report, figures):
+        app.command()(command)
 
 
 def opened(sweep: str | None, files: list[Path]) -> Study:
@@ -45,3 +49,21 @@ def table(
     else:
         whole = format == "csv" and view == "summary"
         typer.echo(render.render(found.data if whole else found.table(), format, show=view), nl=False)
+
+
+def report(sweep: str = SWEEP, out: Path = OUT, files: list[Path] = FROM) -> None:
+    """One HTML file that says what came out: words, tables, figures, settings, provenance, what failed."""
+    from sweeps.report import write
+
+    typer.echo(write(opened(sweep, files), out))
+
+
+def figures(sweep: str = SWEEP, out: Path = OUT, files: list[Path] = FROM) -> None:
+    """Every figure of a sweep as SVG and PNG; says what could not be drawn and why."""
+    from sweeps.figures import write
+
+    made, lacking = write(opened(sweep, files), out)
+    for path in made:
+        typer.echo(path)
+    for drawing in lacking:
+        say(f"not drawn: {drawing.title}: {'; '.join(drawing.lacks)}")

@@ -182,6 +182,8 @@ class Cells(HTMLParser):
         self.seen: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag == "wbr":
+            return
         self.open.append(tag)
         self.seen.append(tag)
 
