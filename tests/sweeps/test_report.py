@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from sweep_helpers import finish, pinned
 from test_study import SWEEP, filled
+from test_tables import Cells
 
 from linear_core import style
 from sweeps import figures, findings, report, study
 from sweeps.grids import ablation
 from sweeps.store import Store
-from test_tables import Cells
 
 
 @pytest.fixture
