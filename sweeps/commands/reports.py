@@ -39,16 +39,23 @@ def table(
     format: str = typer.Option("text", help="text, markdown, csv, latex, html, json (json: everything, for --from)"),
     view: str = typer.Option("summary", help="summary, scores, gaps, kept, published, seeds, cost"),
     files: list[Path] = FROM,
+    out: Path = typer.Option(None, "-o", "--out", help="a file to write, instead of standard output"),
 ) -> None:
     """The scaling table of a sweep: base model and cells, gap to base, cost; built from the store alone."""
     from sweeps import render, study
 
     found = opened(sweep, files)
     if format == "json" and view == "summary":
-        typer.echo(study.to_json(found), nl=False)
+        text = study.to_json(found)
     else:
         whole = format == "csv" and view == "summary"
-        typer.echo(render.render(found.data if whole else found.table(), format, show=view), nl=False)
+        text = render.render(found.data if whole else found.table(), format, show=view)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    typer.echo(out)
 
 
 def report(sweep: str = SWEEP, out: Path = OUT, files: list[Path] = FROM) -> None:
