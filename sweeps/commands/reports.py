@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sweeps.study import Study
 
 OUT = typer.Option(..., "-o", "--out", help="folder to write")
+FILE = typer.Option(None, "-o", "--out", help="a file to write, instead of standard output")
 SWEEP = typer.Argument(None, help="a sweep's name or id; default: the newest")
 FROM = typer.Option([], "--from", help="instead of the store: a file of golinear table --format json (several: joined)")
 
@@ -39,7 +40,7 @@ def table(
     format: str = typer.Option("text", help="text, markdown, csv, latex, html, json (json: everything, for --from)"),
     view: str = typer.Option("summary", help="summary, scores, gaps, kept, published, seeds, cost"),
     files: list[Path] = FROM,
-    out: Path = typer.Option(None, "-o", "--out", help="a file to write, instead of standard output"),
+    out: Path = FILE,
 ) -> None:
     """The scaling table of a sweep: base model and cells, gap to base, cost; built from the store alone."""
     from sweeps import render, study
