@@ -9,7 +9,7 @@ import typer
 
 from sweeps.cli import app, main
 from sweeps.commands.console import Refused, console
-from sweeps.commands.studies import with_request
+from sweeps.commands.studies import ACCEPT, with_request
 
 __all__ = ["main"]
 
@@ -25,6 +25,7 @@ def run(
     fail_fast: bool = typer.Option(False, "--fail-fast", help="start no further cell after a failure"),
     prune: float = typer.Option(None, help="end a cell early whose loss is over so many times its best, e.g. 1.5"),
     priority: float = typer.Option(None, help="of the sweep: higher goes first; default 0"),
+    accept_base_scores: bool = ACCEPT,
     **request: Any,
 ) -> None:
     """Run a sweep in this process: the same flow as `prefect deployment run sweep/ablation`."""
@@ -43,7 +44,7 @@ def run(
         "prune": prune,
         "priority": priority,
     }
-    state = sweep(grid, **request, **limits, fail_fast=fail_fast, return_state=True)
+    state = sweep(grid, **request, **limits, fail_fast=fail_fast, accept_base_scores=accept_base_scores, return_state=True)
     if not state.is_completed():
         raise Refused(state.message)
     console.print(state.message, highlight=False)

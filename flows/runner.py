@@ -22,7 +22,7 @@ from flows.progress import Forgiving, Progress
 from flows.queue import Queue
 from flows.slots import Slot, StageFailed
 from flows.workers import read_tail
-from sweeps import priorities, queries, retries
+from sweeps import preflight, priorities, queries, retries
 from sweeps.cell import Placement
 from sweeps.claims import holding
 from sweeps.cost import Machine, throughput_name
@@ -71,6 +71,7 @@ class Runner:
     links: dict[str, str]
     fail_fast: bool = False
     prune: float | None = None  # end a cell whose loss is over so many times its best (sweeps.pruning)
+    accept_base_scores: bool = False  # train on although a base model's scores are not the published ones
     stop: Event = field(default_factory=Event)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -99,7 +100,9 @@ class Runner:
                     return
                 if self._no_more or not self.may_start():
                     return
-                plan = make_plan(self.sweep, self.store, self.machine, self.placement)
+                plan = make_plan(
+                    self.sweep, self.store, self.machine, self.placement, accept_base_scores=self.accept_base_scores
+                )
         except BaseException:
             self.stop.set()
             raise
@@ -199,8 +202,11 @@ class Runner:
                 else:
                     self.outcomes[item.key] = outcome
                 scored = outcome is not None and outcome.state == DONE
-                for other in queue.finished(item, scored=scored):
-                    if outcome is not None:
+                doubt = self._doubt(item) if scored else ""
+                for other in queue.finished(item, scored=scored and not doubt):
+                    if doubt:
+                        self.outcomes[other.key] = Outcome(other.cell.label, FAILED, f"refused: {doubt}")
+                    elif outcome is not None:
                         reason = f"its base model was not scored ({outcome.reason})"
                         self.outcomes[other.key] = Outcome(other.cell.label, outcome.state, reason)
             if self.fail_fast and outcome is not None and outcome.state == FAILED:
@@ -209,6 +215,15 @@ class Runner:
                 queue.close()
         queue.close()
         slot.close()  # what is left of the round runs on the other slots
+
+    def _doubt(self, item: PlanItem) -> str:
+        """Why no cell of the base model that was just scored may be trained: its scores are not the published ones."""
+        if not item.cell.is_base or self.accept_base_scores:
+            return ""
+        doubt = preflight.doubts(self.store, self.sweep).get(item.cell.base, "")
+        if doubt:
+            self.say(f"{item.cell.label}: {doubt}")
+        return doubt
 
     def _cell(self, slot: Slot, item: PlanItem) -> Outcome | None:
         """Claim, run and record one cell. None: it failed of a cause that is tried again."""

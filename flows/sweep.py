@@ -72,12 +72,14 @@ def sweep(
     fail_fast: bool = False,
     prune: float | None = None,
     priority: float | None = None,
+    accept_base_scores: bool = False,
     notify: str = "",
 ) -> State:
     """Run a sweep. ``sweeps.request.HELP`` says what the parameters mean; None is the grid's default.
 
     gpus: of one cell; default one where there is one. workers: cells at work at a time; default one a GPU, or one.
-    checkpoint_minutes: between checkpoints; default 2, on a CPU a quarter of a minute. notify: the Prefect block that is
+    checkpoint_minutes: between checkpoints; default 2, on a CPU a quarter of a minute. accept_base_scores: train although
+    a full score of a base model is not the published one (it is refused otherwise). notify: the Prefect block that is
     told of the end (secret/NAME, webhook/NAME, slack-webhook/NAME).
     prune: end a cell whose loss is over so many times its best; above 1. priority: higher goes first; default 0.
     COMPLETED only if every cell is done (named Pruned when some were ended early as ``prune`` asks); CANCELLED when a
@@ -103,7 +105,9 @@ def sweep(
         minutes = checkpoint_minutes or (2.0 if per_cell else 0.25)
         placement = Placement(num_gpus=per_cell, source=spec.source, checkpoint_minutes=minutes)
         check_feasible(placement.num_gpus, machine.num_gpus)
-        plan = make_plan(spec, store, machine, placement, max_gpu_hours=max_gpu_hours)
+        plan = make_plan(
+            spec, store, machine, placement, max_gpu_hours=max_gpu_hours, accept_base_scores=accept_base_scores
+        )
         _show_plan(plan, say)
         clock.part("plan")
         if plan.refusal:
@@ -112,6 +116,7 @@ def sweep(
         run.prune = prune
         if priority is not None:
             priorities.put(store, run.sweep_id, priority)
+        run.accept_base_scores = accept_base_scores
         if plan.counts["skip"] < len(plan.items):
             capacity = capacity or stack.enter_context(cluster())
             run.placement = dataclasses.replace(placement, num_cpus=capacity.cpus_of_a_cell(run.num_slots))

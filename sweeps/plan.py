@@ -13,7 +13,7 @@ from typing import Any
 
 from linear_core.evaluate.scores import TaskSpec
 from linear_core.models import BaseModel, Shape, resolve
-from sweeps import cost, queries, retries
+from sweeps import cost, preflight, queries, retries
 from sweeps.cell import Cell, Placement
 from sweeps.cost import GIB, Machine
 from sweeps.store import Claim, Store
@@ -109,15 +109,19 @@ def make_plan(
     placement: Placement | None = None,
     *,
     max_gpu_hours: float | None = None,
+    accept_base_scores: bool = False,
 ) -> Plan:
     """Decide every cell of a sweep, pinned here when it is not yet. ``placement``: one GPU where there is one.
+
+    ``accept_base_scores``: also cells whose base model's scores are not the published ones (``sweeps.preflight``).
 
     Raises ValueError as ``pin`` does; everything else wrong is a refused cell or ``Plan.refusal``.
     """
     machine = machine or Machine.detect()
     placement = placement or Placement(num_gpus=min(1, machine.num_gpus))
     sweep = pin(sweep)
-    decide = _Decider(sweep, machine, placement, queries.snapshot(store))
+    doubts = {} if accept_base_scores else preflight.doubts(store, sweep)
+    decide = _Decider(sweep, machine, placement, queries.snapshot(store), doubts)
     items = tuple(decide(cell) for cell in sweep.cells)
     plan = Plan(sweep=sweep, items=items, machine=machine, placement=placement)
     return replace(plan, refusal=_refusal(plan, store.url, max_gpu_hours))
@@ -126,8 +130,11 @@ def make_plan(
 class _Decider:
     """Decides cell after cell; looks things up once per base model."""
 
-    def __init__(self, sweep: Sweep, machine: Machine, placement: Placement, known: queries.Snapshot):
+    def __init__(
+        self, sweep: Sweep, machine: Machine, placement: Placement, known: queries.Snapshot, doubts: dict[str, str]
+    ):
         self.sweep, self.machine, self.placement, self.known = sweep, machine, placement, known
+        self.doubts = doubts
         self.bases: dict[str, BaseModel] = {base: resolve(base) for base in sweep.bases}
         unresolved = {cell.base for cell in sweep.cells if cell.revision == "unresolved"}
         self.missing = {b: why_not_at_hand(m, b in unresolved) if machine.is_here else "" for b, m in self.bases.items()}
@@ -166,6 +173,8 @@ class _Decider:
             return f"{reason}; golinear retry {cell.train_key} runs it again"
         if cell.train is None:
             return ""
+        if reason := self.doubts.get(cell.base, ""):
+            return reason
         on_gpu = self.placement.device.startswith("cuda")
         available = self.machine.gpu_memory * max(1, self.placement.num_gpus) if on_gpu else self.machine.memory
         needed = cost.minimum_memory(self.bases[cell.base].shape, cell.recipe, cell.train, self.placement)

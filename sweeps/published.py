@@ -8,6 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from linear_core.evaluate.scores import TaskSpec
 from linear_core.recipe import Recipe
 from linear_core.settings import TrainSettings
 
@@ -48,25 +49,37 @@ def _whole(text: str) -> str:
 
 def value_of(record: Mapping[str, Any], column: Column) -> float | None:
     """The published value of a frame's row in a column, in per cent; None unless every setting is the published one."""
+    if record["is_base"]:
+        return base_value(record["base"], column.spec, column.metric)
+    if not _as_published(record):
+        return None
+    recipe = (record["mechanism"], str(record["window"]), str(record["sinks"]), record["adaptation"])
+    return _value(record["base"], recipe, column.spec, column.metric)
+
+
+def base_value(base: str, task: TaskSpec, metric: str) -> float | None:
+    """The published value of an unconverted model in per cent, None when there is none for the task as it is asked."""
+    return _value(base, ("softmax", "", "", "none"), task, metric)
+
+
+def _value(base: str, recipe: tuple[str, str, str, str], task: TaskSpec, metric: str) -> float | None:
     from linear_core.evaluate.tasks import TASKS
     from linear_core.models import REGISTRY
 
-    task, model = TASKS.get(record["task_name"]), REGISTRY.get(record["base"])
-    if task is None or model is None or not (task.published and model.published) or column.metric != task.metrics[0]:
+    known, model = TASKS.get(task.name), REGISTRY.get(base)
+    if known is None or model is None or not (known.published and model.published) or metric != known.metrics[0]:
         return None
-    if record["limit"] is not None or not (record["is_base"] or _as_published(record)):
+    if task.limit is not None or task.shots not in (None, known.shots):
         return None
-    name = task_name(column)
-    budget = ("", "") if record["is_base"] else (str(record["window"]), str(record["sinks"]))
-    return _facts().get((model.published, record["mechanism"], *budget, record["adaptation"], name))
+    return _facts().get((model.published, *recipe, task_name(task)))
 
 
-def task_name(column: Column) -> str:
-    """What the published tables call a column's task, "" when they do not have it."""
+def task_name(task: TaskSpec) -> str:
+    """What the published tables call a task, "" when they do not have it."""
     from linear_core.evaluate.tasks import TASKS
 
-    name, length = TASKS[column.spec.name].published if column.spec.name in TASKS else "", column.spec.length
-    return f"{name}_{length}" if name and length is not None else name
+    name = TASKS[task.name].published if task.name in TASKS else ""
+    return f"{name}_{task.length}" if name and task.length is not None else name
 
 
 def peers(base: str) -> dict[str, dict[str, float]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from linear_core.evaluate.scores import Score, TaskSpec
 from linear_core.recipe import Recipe
+from sweeps import preflight
 from sweeps.cell import Cell, Placement, slug
 from sweeps.provenance import provenance
 
@@ -178,7 +179,8 @@ def evaluate(
         if on_progress:
             on_progress({"stage": "evaluate", "task": task.label, "done": number, "total": len(todo), "unit": "tasks"})
         try:
-            found = evaluate_task(model, bench.tokenizer, task, device=bench.device)
+            measured = evaluate_task(model, bench.tokenizer, task, device=bench.device)
+            found = [preflight.flagged(cell, score) for score in measured]
         except Exception as error:
             if _is_fatal(error):
                 raise

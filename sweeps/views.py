@@ -106,7 +106,7 @@ def _published(table: Table) -> Grid:
             body.append((row.base, row.recipe, *(_beside(entry, notes) for entry in entries)))
     for base in dict.fromkeys(row.base for row in table.rows):
         for name, values in published.peers(base).items():
-            wanted = [values.get(published.task_name(column)) for column in columns]
+            wanted = [values.get(published.task_name(column.spec)) for column in columns]
             texts = ["" if value is None else number(value) for value in wanted]
             if any(texts):
                 body.append((base, f"{name} (published)", *texts))

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 SWEEP = typer.Argument(None, help="a sweep's name or id; default: the newest")
 JSON = typer.Option(False, "--json", help="as JSON")
+ACCEPT = typer.Option(
+    False, "--accept-base-scores", help="train although a base model's full scores are not the published ones"
+)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -49,6 +52,7 @@ def plan(
     machine: str = typer.Option("here", help="plan for another machine, e.g. 8xh200"),
     max_gpu_hours: float = typer.Option(None, help="refuse what would take more"),
     price: float = typer.Option(None, help="of one GPU for an hour, to be told the cost"),
+    accept_base_scores: bool = ACCEPT,
     json: bool = JSON,
     **request: Any,
 ) -> None:
@@ -62,7 +66,7 @@ def plan(
     sweep = build(grid, **request)
     there = dataclasses.replace(Machine.parse(machine), price=None if price is None else number(price, "price"))
     placement = None if gpus is None else Placement(num_gpus=gpus)
-    made = make_plan(sweep, Store(), there, placement, max_gpu_hours=max_gpu_hours)
+    made = make_plan(sweep, Store(), there, placement, max_gpu_hours=max_gpu_hours, accept_base_scores=accept_base_scores)
     if json:
         typer.echo(made.to_json())
     else:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from sweep_helpers import finish, pinned
+from sweep_helpers import finish, pinned, score
 
-from sweeps import cost, queries, schema
+from sweeps import cost, parameters, preflight, queries, schema
 from sweeps.cell import Cell, Placement
 from sweeps.cost import GIB, Machine
 from sweeps.grids import ablation, scaling, table1
@@ -174,3 +174,22 @@ def test_ten_thousand_cells_half_of_them_done(store: Store, sweep: Sweep) -> Non
 
 def _result(cell: Cell) -> dict[str, object]:
     return {"key": cell.train_key, "attempt": 1, "inputs": {}, "blob": "x/1", "published_at": 0.0, "provenance": {}}
+
+
+def test_cells_of_a_base_model_that_is_not_as_published_are_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaMA-3.1-8B has 74.79 on LAMBADA: with 0.62 something is wrong, whatever a limited or another task says."""
+    monkeypatch.setattr("sweeps.plan.why_not_at_hand", lambda model: "")
+    tasks = parameters.tasks("lambada_openai,piqa:100,perplexity")
+    right, wrong = (pinned(ablation("llama3.1-8b,qwen3-8b-base", "gdn", tasks=tasks[:n]), data=str(n)) for n in (1, 3))
+    for spec, base, value in ((right, 0, 0.7431), (wrong, 0, 0.62), (wrong, 2, 0.7095)):
+        finish(store, spec, spec.cells[base], {"lambada_openai": value, "piqa": 0.1, "perplexity": 7.0})
+        spec = dataclasses.replace(spec, cells=spec.cells[base : base + 2])
+        plan = make_plan(spec, store, H200)
+        assert actions(plan) == (["skip", "refuse"] if value == 0.62 else ["skip", "run"])
+        if value == 0.62:
+            assert "llama3.1-8b has 62.00 on lambada_openai, published is 74.79" in plan.items[1].reason
+            assert "refused: llama3.1-8b has 62.00" in plan.refusal and "accept_base_scores" in plan.refusal
+            assert actions(make_plan(spec, store, H200, accept_base_scores=True)) == ["skip", "run"]
+        queries.forget(store, spec.cells[0].train_key)
+    off = score(tasks[0], 0.62)
+    assert preflight.flagged(wrong.cells[0], off).flags == ("not as published",) and preflight.flagged(wrong.cells[1], off) == off
