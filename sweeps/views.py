@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from linear_core.evaluate.statistics import smallest_alpha, win_and_tie
+from linear_core.evaluate.tasks import TASKS
 from sweeps import published
 from sweeps.tables import MEASURED, Column, Entry, Row, Table
 
 DASH = "–"
+TOLERANCES = (0, 1, 5)  # points below the base model that still count as a tie
 FACTS = ("seeds", "new parameters", "cache at 32k", "tokens", "minutes")
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -122,6 +125,24 @@ def _beside(entry: Entry | None, notes: Notes) -> str:
     return f"{number(entry.value)} / {number(entry.published)} ({signed(entry.value - entry.published)})"
 
 
+def _wins(table: Table) -> Grid:
+    """Over all tasks with an accuracy: share of those at or above the base model, within no, one and five points; and the
+    tolerance at which it is half of them."""
+    columns = [c for c in table.columns if c.scale == 100 and TASKS[c.spec.name].kind != "own"]
+    body = []
+    for row in table.rows:
+        ours = {c.title: e.value for c in columns if (e := row.entries.get(c)) and e.value is not None and e.gap is not None}
+        base = {c.title: ours[c.title] - (row.entries[c].gap or 0.0) for c in columns if c.title in ours}
+        if row.is_base:
+            continue
+        shares = [f"{100 * win_and_tie(base, ours, alpha):.0f} %" if ours else DASH for alpha in TOLERANCES]
+        half = number(smallest_alpha(base, ours)) if ours else DASH
+        body.append((row.base, row.recipe, f"{len(ours)} of {len(columns)}", *shares, half))
+    header = ["model", "recipe", "tasks", *(f"≥ base − {alpha:g}" for alpha in TOLERANCES), "half of them at α"]
+    said = "win-and-tie rate with tolerance α in points, and the smallest α at which it is one half: arXiv 2603.15590"
+    return _grid(table, header, body, [said])
+
+
 def _seeds(table: Table) -> Grid:
     """Every seed's own value, one row a seed."""
     notes = Notes()
@@ -228,6 +249,6 @@ def _facts(row: Row) -> list[str]:
 
 
 VIEWS: dict[str, Callable[[Table], Grid]] = {
-    "summary": _summary, "scores": _scores, "gaps": _gaps, "kept": _kept, "published": _published, "seeds": _seeds,
-    "cost": _cost,
+    "summary": _summary, "scores": _scores, "gaps": _gaps, "kept": _kept, "published": _published, "wins": _wins,
+    "seeds": _seeds, "cost": _cost,
 }  # fmt: skip

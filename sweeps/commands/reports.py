@@ -38,7 +38,7 @@ def opened(sweep: str | None, files: list[Path]) -> Study:
 def table(
     sweep: str = SWEEP,
     format: str = typer.Option("text", help="text, markdown, csv, latex, html, json (json: everything, for --from)"),
-    view: str = typer.Option("summary", help="summary, scores, gaps, kept, published, seeds, cost"),
+    view: str = typer.Option("summary", help="summary, scores, gaps, kept, published, wins, seeds, cost"),
     files: list[Path] = FROM,
     out: Path = FILE,
 ) -> None:

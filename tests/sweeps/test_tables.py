@@ -227,6 +227,18 @@ def test_views_show_one_side_each_in_every_format(store: Store) -> None:
         render.render(table, show="best")
 
 
+def test_the_wins_view_counts_tasks_at_or_above_the_base_within_a_tolerance(store: Store) -> None:
+    sweep = pinned(ablation("smollm2-135m", "gdn,gla", tasks="mmlu,piqa,arc_easy,winogrande,agreement"))
+    points = ({"mmlu": 0.40, "piqa": 0.60, "arc_easy": 0.50, "winogrande": 0.55, "agreement": 1.0},
+              {"mmlu": 0.40, "piqa": 0.595, "arc_easy": 0.47, "winogrande": 0.35, "agreement": 0.8}, {"mmlu": 0.41})  # fmt: skip
+    for cell, values in zip(sweep.cells, points):
+        finish(store, sweep, cell, values)
+    shown = view(tables.summary(tables.frame(store, sweep)), "wins")
+    assert shown.header[2:] == ("tasks", "≥ base − 0", "≥ base − 1", "≥ base − 5", "half of them at α")
+    assert {row[1]: row[2:] for row in shown.body} == {
+        "gdn 56+8": ("4 of 4", "25 %", "50 %", "75 %", "0.50"), "gla 56+8": ("1 of 4", "100 %", "100 %", "100 %", "0.00")}  # fmt: skip
+
+
 def test_the_published_view_has_ours_the_papers_and_the_peers(store: Store) -> None:
     sweep = pinned(ablation("llama3.1-8b", "gdn", "120+8", "conv", tasks="mmlu,piqa:50"))
     for cell, value in zip(sweep.cells, (0.66, 0.60)):
