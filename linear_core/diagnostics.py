@@ -8,6 +8,7 @@ Shape letters: B sequences, T tokens, C hidden size, G key/value heads, D head d
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 MOST_TOKENS = 2048  # of a sequence: the Gram matrix is T × T a head
 NUM_BINS = 40
 CRITERIA = ("keys", "nmse")
+SMOOTH, FLOOR = 16, 1e-5  # tokens of a running mean; the smallest nMSE that a figure shows
+KIND_NAMES = {"concentration": "key concentration", "residual": "projection residual"}
 HARDNESS_TOKENS, HARDNESS_LENGTH = 32_768, 512  # of held-out text that ranks layers by hardness
 
 
@@ -282,6 +285,12 @@ def resolve_hardest(recipe: Recipe, model: PreTrainedModel, data: Callable[[], T
     return replace(recipe, softmax_layers=hardest_layers(model, windows, float(share)))
 
 
+def _running_mean(curve: list[float]) -> list[float]:
+    """Of the last SMOOTH values at each place, fewer at the start."""
+    total = list(itertools.accumulate(curve, initial=0.0))
+    return [(total[t + 1] - total[max(0, t + 1 - SMOOTH)]) / min(t + 1, SMOOTH) for t in range(len(curve))]
+
+
 def draw(found: Diagnostics, folder: Path) -> list[Path]:
     """The paper's figures 2b (error by token), 2c (error by concentration and residual) and 3 (by layer), as PNG."""
     from matplotlib.figure import Figure
@@ -297,15 +306,20 @@ def draw(found: Diagnostics, folder: Path) -> list[Path]:
     figure = Figure(figsize=(6, 3.5))
     axis = figure.subplots()
     curves = found.position_nmse or found.position_residual
-    for layer, curve in zip(found.layers, curves):
-        axis.plot(curve, color=str(0.8 - 0.7 * layer / (max(found.layers) or 1)), linewidth=0.8)
-    axis.set(xlabel="token", ylabel="nMSE" if found.position_nmse else "projection residual", title="By token, a line a layer")
+    smooth = [_running_mean(curve) for curve in curves]
+    for layer, curve in zip(found.layers, smooth):
+        axis.plot(curve, color=str(0.85 - 0.5 * layer / (max(found.layers) or 1)), linewidth=0.6)
+    axis.plot([sum(values) / len(values) for values in zip(*smooth)], linewidth=2, label="mean over layers")
+    name = "nMSE" if found.position_nmse else "projection residual"
+    axis.set(xlabel="token", ylabel=f"{name}, mean of {SMOOTH} tokens", title="By token, a line a layer (darker: deeper)")
+    axis.legend(frameon=False)
     save(figure, "by_token.png")
     if found.bins:
         figure = Figure(figsize=(8, 3.5))
         for axis, (kind, rows) in zip(figure.subplots(1, 2), found.bins.items()):
             axis.plot([row["centre"] for row in rows], [row["nmse"] for row in rows], marker="o", markersize=3)
-            axis.set(xlabel=f"key {kind}", ylabel="nMSE", yscale="log")
+            axis.set(xlabel=KIND_NAMES[kind], ylabel="nMSE", yscale="log")
+            axis.set_ylim(bottom=max(FLOOR, min(row["nmse"] for row in rows) / 2))  # tokens with no others than exact ones: 0
         save(figure, "by_keys.png")
     figure = Figure(figsize=(8, 3.5))
     for axis, (name, values) in zip(

@@ -18,7 +18,7 @@ def parse_count(text: str | int) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbB]?)", str(text).strip())
     value = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2].lower()] if match else math.nan
     if not value > 0 or value != round(value):
-        raise ValueError(f"{text!r} is not a number of tokens; allowed: a whole number above 0, or 4k, 1.5M, 10.24M")
+        raise ValueError(f"{text!r} is no count; allowed: a whole number above 0, or 4k, 1.5M, 10.24M")
     return round(value)
 
 

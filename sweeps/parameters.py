@@ -123,15 +123,13 @@ def tasks(value: Any, *, limit: Any = None, lengths: Any = None, seed: int = 0) 
     all_lengths = [] if lengths in (None, "", [], ()) else [_length(word) for word in items(lengths, "lengths")]
     specs: list[TaskSpec] = []
     for word in items(value, "tasks"):
-        match = re.fullmatch(r"([A-Za-z0-9_.-]+?)(?:@(\d+[kK]?))?(?::(\d+))?", word)
+        match = re.fullmatch(r"([A-Za-z0-9_.-]+?)(?:@(\d+[kK]?))?(?::([\w.]+))?", word)
         if match is None:
             raise ValueError(
                 f"task {word!r} is not of the form name[@length][:limit]; write lambada_openai, niah_single_1@4096:8"
             )
         name, length, own = match[1], match[2], match[3]
-        count = int(own) if own else limits.get(name, default)
-        if count is not None and count < 1:
-            raise ValueError(f"task {word!r}: its limit must be at least 1")
+        count = tokens(own, f"limit of task {word!r}") if own else limits.get(name, default)
         for task in GROUPS.get(name, (name,)):
             ruler = task in TASKS and TASKS[task].kind == "ruler"
             spans: list[int | None] = [_length(length)] if length else [*all_lengths] if ruler else []
@@ -150,13 +148,13 @@ def _limits(limit: Any) -> tuple[dict[str, int], int | None]:
     if limit is None or limit == "":
         return {}, None
     if isinstance(limit, dict):
-        return {str(k): whole_numbers(v, "limit", minimum=1)[0] for k, v in limit.items()}, None
+        return {str(k): tokens(v, "limit") for k, v in limit.items()}, None
     own: dict[str, int] = {}
     default = None
     for word in items(limit, "limit"):
         name, equals, count = word.rpartition("=")
         if equals:
-            own[name] = whole_numbers(count, "limit", minimum=1)[0]
+            own[name] = tokens(count, "limit")
         else:
-            default = whole_numbers(count, "limit", minimum=1)[0]
+            default = tokens(count, "limit")
     return own, default

@@ -53,6 +53,7 @@ def test_tasks_with_limits_and_lengths() -> None:
         ("lambada_openai", 40), ("mmlu", 8), ("niah_single_1@512", 8), ("vt@1024", 8), ("vt@4096", 8)]  # fmt: skip
     assert [t.limit for t in parameters.tasks(["mmlu", "piqa"], limit="mmlu=5,7")] == [5, 7]
     assert [t.limit for t in parameters.tasks(["mmlu", "piqa"], limit={"mmlu": 5})] == [5, None]
+    assert [t.limit for t in parameters.tasks("perplexity:32k,agreement@1k:0.1M,mmlu", limit="1.5k")] == [32_000, 100_000, 1500]
     assert len(parameters.tasks("paper")) == 7 and parameters.tasks("") == parameters.tasks([]) == ()
     assert parameters.tasks("niah_single_1@4K")[0].length == 4096
     with pytest.raises(ValueError, match="prompt length"):

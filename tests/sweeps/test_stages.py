@@ -17,6 +17,7 @@ from linear_core.settings import TrainSettings
 from linear_core.train import train_command
 from sweeps import stages
 from sweeps.cell import Cell
+from sweeps.commands.diagnose import diagnose
 from sweeps.grids import ablation, pin
 from sweeps.retries import cause_of
 
@@ -137,6 +138,19 @@ def test_the_hardest_layers_in_a_training_outside_any_sweep(cells: list[Cell], t
     train_command(cells[1].base, "gdn 8+2 hardest:0.5", home / "alone", settings=settings, data=text)
     trained = {name.split(".")[2] for name in load_file(home / "alone" / "new_parameters.safetensors")}
     assert trained in ({"0"}, {"1"}), "one of the two layers keeps softmax attention and has nothing to train"
+
+
+def test_diagnose_writes_tables_and_figures(
+    cells: list[Cell], home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GOLINEAR_DATA", str(home))
+    with gzip.open(home / "heldout_text.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": "Once more unto the breach. " * 200}) + "\n" for _ in range(3))
+    diagnose(cells[0].base, home / "found", tokens="128", length=64, share=0.5, device="cpu")
+    assert {f.name for f in (home / "found").iterdir()} >= {"layers.csv", "positions.csv", "by_token.png", "by_layer.png"}
+    assert "128 tokens; heldout_text.jsonl.gz" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="length must be 2 to 2048"):
+        diagnose(cells[0].base, home / "found", tokens="128", length=4096, share=0.5, device="cpu")
 
 
 def test_the_base_model_is_not_trained(cells: list[Cell], home: Path) -> None:
