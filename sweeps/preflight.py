@@ -56,7 +56,8 @@ def doubts(store: Store, sweep: Sweep) -> dict[str, str]:
     }  # fmt: skip
     if not asked:
         return {}
-    table, found = schema.scores.c, {}
+    table = schema.scores.c
+    found: dict[str, str] = {}
     query = sa.select(table.score_key, table.metric, table.value).where(
         table.score_key.in_(list(asked)), table.value.is_not(None)
     )
