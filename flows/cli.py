@@ -18,7 +18,7 @@ __all__ = ["main"]
 @with_request
 def run(
     grid: str = typer.Argument("ablation", help="which grid: golinear grids lists them"),
-    gpus: int = typer.Option(None, help="GPUs of a cell; default: one where there is one"),
+    gpus: float = typer.Option(None, help="GPUs of a cell; default: one where there is one; 0.25: four share a card"),
     workers: int = typer.Option(None, help="cells at work at a time; default: one a GPU, or one"),
     checkpoint_minutes: float = typer.Option(None, help="between checkpoints; default: 2, on a CPU 0.25"),
     max_gpu_hours: float = typer.Option(None, help="refuse what would take more"),

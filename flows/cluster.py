@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -16,17 +17,28 @@ OBJECT_STORE_BYTES = 100 * 2**20  # stages talk through files: Ray carries small
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a cluster can give in all: whole GPUs and CPUs, and nodes; and the CPUs of the smallest node for cells."""
+    """What each living node of a cluster can give: (whole GPUs, CPUs); and how many hosts they are."""
 
-    gpus: int
-    cpus: int
-    nodes: int
-    node_cpus: int
+    nodes: tuple[tuple[int, int], ...]
+    num_hosts: int
 
-    def cpus_of_a_cell(self, num_slots: int) -> int:
-        """CPUs for each of so many cells at a time: a cell runs on one node, so they are shared node by node."""
-        working = max(1, self.cpus // max(1, self.node_cpus))
-        return max(1, self.node_cpus // -(-num_slots // working))
+    @property
+    def gpus(self) -> int:
+        return sum(gpus for gpus, _ in self.nodes)
+
+    @property
+    def cpus(self) -> int:
+        return sum(cpus for _, cpus in self.nodes)
+
+    def places(self, gpus: float) -> int:
+        """Workers of so many GPUs that fit at a time; without GPUs one a node. A worker lies on one node."""
+        return sum(int(have // gpus) if gpus else 1 for have, _ in self.nodes)
+
+    def cpus_each(self, num_workers: int, gpus: float) -> int:
+        """CPUs for each of so many workers, so that all of them find a place."""
+        there = [(int(have // gpus) if gpus else num_workers, cpus) for have, cpus in self.nodes if have >= gpus]
+        on_a_node = math.ceil(num_workers / len(there)) if there else 1
+        return max(1, min((cpus // min(fit, on_a_node) for fit, cpus in there), default=1))
 
 
 @contextmanager
@@ -64,16 +76,16 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _capacity(ray: Any) -> Capacity:
-    total = ray.cluster_resources()
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    working = [there for there in alive if there.get("CPU", 0) >= 1]  # a head may offer none
-    with_gpu = [there for there in working if there.get("GPU", 0) >= 1]
-    smallest = min((int(there["CPU"]) for there in with_gpu or working), default=1)
-    return Capacity(gpus=int(total.get("GPU", 0)), cpus=int(total.get("CPU", 1)), nodes=len(alive), node_cpus=smallest)
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    sizes = ((int(node["Resources"].get("GPU", 0)), int(node["Resources"].get("CPU", 0))) for node in alive)
+    return Capacity(
+        nodes=tuple(size for size in sizes if any(size)),  # a head that takes no work has neither
+        num_hosts=len({node["NodeManagerHostname"] for node in alive}),
+    )
 
 
-def check_feasible(wanted: int, available: int) -> None:
-    """Raises ValueError when a cell wants more GPUs than there are: Ray itself would wait for ever."""
+def check_feasible(wanted: float, available: int) -> None:
+    """Raises ValueError when a cell wants more GPUs than one node has: Ray itself would wait for ever."""
     if wanted > available:
         raise ValueError(f"gpus={wanted} a cell is wanted, {available} are available; allowed here: 0 … {available}")
 

@@ -65,7 +65,7 @@ def sweep(
     lengths: int | str | list[int | str] | None = None,
     data: str | None = None,
     name: str | None = None,
-    gpus: int | None = None,
+    gpus: float | None = None,
     workers: int | None = None,
     checkpoint_minutes: float | None = None,
     max_gpu_hours: float | None = None,
@@ -77,7 +77,8 @@ def sweep(
 ) -> State:
     """Run a sweep. ``sweeps.request.HELP`` says what the parameters mean; None is the grid's default.
 
-    gpus: of one cell; default one where there is one. workers: cells at work at a time; default one a GPU, or one.
+    gpus: of one cell; default one where there is one; 0.25: four cells share a card. workers: cells at work at a time;
+    default as many as GPUs allow, without GPUs one a node.
     checkpoint_minutes: between checkpoints; default 2, on a CPU a quarter of a minute. accept_base_scores: train although
     a full score of a base model is not the published one (it is refused otherwise). notify: the Prefect block that is
     told of the end (secret/NAME, webhook/NAME, slack-webhook/NAME).
@@ -104,7 +105,8 @@ def sweep(
         per_cell = min(1, machine.num_gpus) if gpus is None else gpus
         minutes = checkpoint_minutes or (2.0 if per_cell else 0.25)
         placement = Placement(num_gpus=per_cell, source=spec.source, checkpoint_minutes=minutes)
-        check_feasible(placement.num_gpus, machine.num_gpus)
+        largest = max((g for g, _ in capacity.nodes), default=0) if capacity else machine.num_gpus
+        check_feasible(placement.num_gpus, largest)
         plan = make_plan(
             spec, store, machine, placement, max_gpu_hours=max_gpu_hours, accept_base_scores=accept_base_scores
         )
@@ -112,14 +114,15 @@ def sweep(
         clock.part("plan")
         if plan.refusal:
             raise ValueError(f"refused: {plan.refusal}")
-        run = _prepare(plan, spec, store, tracker, workers, fail_fast)
+        run = _prepare(plan, spec, store, tracker, workers or _places(machine, placement, capacity), fail_fast)
         run.prune = prune
         if priority is not None:
             priorities.put(store, run.sweep_id, priority)
         run.accept_base_scores = accept_base_scores
         if plan.counts["skip"] < len(plan.items):
             capacity = capacity or stack.enter_context(cluster())
-            run.placement = dataclasses.replace(placement, num_cpus=capacity.cpus_of_a_cell(run.num_slots))
+            num_cpus = capacity.cpus_each(run.num_slots, placement.num_gpus)
+            run.placement = dataclasses.replace(placement, num_cpus=num_cpus)
             clock.part("ray start")
             try:
                 run.run(plan)
@@ -148,11 +151,18 @@ def _machine(capacity: Capacity | None) -> Machine:
     return (
         here
         if capacity is None
-        else dataclasses.replace(here, num_gpus=capacity.gpus, num_cpus=capacity.cpus, num_nodes=capacity.nodes)
+        else dataclasses.replace(here, num_gpus=capacity.gpus, num_cpus=capacity.cpus, num_nodes=capacity.num_hosts)
     )
 
 
-def _prepare(plan: Plan, spec: Sweep, store: Store, tracker: Tracker, workers: int | None, fail_fast: bool) -> Runner:
+def _places(machine: Machine, placement: Placement, capacity: Capacity | None) -> int:
+    """Cells at work at a time, unless told otherwise: as many as GPUs allow, without GPUs one a node."""
+    if capacity is not None:
+        return capacity.places(placement.num_gpus)
+    return int(machine.num_gpus // placement.num_gpus) if placement.num_gpus else 1
+
+
+def _prepare(plan: Plan, spec: Sweep, store: Store, tracker: Tracker, workers: int, fail_fast: bool) -> Runner:
     """What a run of this sweep needs; the sweep is remembered in the store and its parent run in MLflow is open."""
     keys = {"cells": [item.key for item in plan.items], "tasks": [task.canonical() for task in spec.tasks]}
     sweep_id = key_of(spec.name, keys)
@@ -163,8 +173,7 @@ def _prepare(plan: Plan, spec: Sweep, store: Store, tracker: Tracker, workers: i
     tracker.log_text(parent, plan.to_json(), "plan.json")
     if page := services.urls().get("mlflow"):
         get_run_logger().info("MLflow: %s/#/experiments/%s/runs/%s", page, tracker.experiment_id, parent)
-    per_gpu = plan.machine.num_gpus // plan.placement.num_gpus if plan.placement.num_gpus else 1
-    num_slots = max(1, min(workers or per_gpu, len(plan.to_do)))
+    num_slots = max(1, min(workers, len(plan.to_do)))
     return Runner(
         sweep=spec, sweep_id=sweep_id, store=store, tracker=Forgiving(tracker), parent=parent, machine=plan.machine,
         placement=plan.placement, num_slots=num_slots, say=get_run_logger().info, links=links, fail_fast=fail_fast,

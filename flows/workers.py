@@ -157,6 +157,8 @@ class Worker:
         if self.placement.device.startswith("cuda"):
             import torch
 
+            if self.placement.num_gpus < 1:  # the others on this card have theirs
+                torch.cuda.set_per_process_memory_fraction(self.placement.num_gpus)
             self._allocated = torch.cuda.memory_allocated()
 
 

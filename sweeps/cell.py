@@ -32,7 +32,7 @@ MAX_NAME = 96  # characters of the readable part of a key
 class Placement:
     """Where and how a cell runs. Never part of a key; recorded as provenance."""
 
-    num_gpus: int = 0
+    num_gpus: float = 0  # a whole number, or the share of one GPU that cells have in common
     num_cpus: int = 1
     device: str = ""  # "" → cuda when num_gpus > 0, else cpu
     micro_batch: int | None = None  # sequences in one forward; None: the whole batch
@@ -40,9 +40,13 @@ class Placement:
     source: str = "auto"  # where the training text is read from (linear_core.data); its *content* is Cell.data
 
     def __post_init__(self) -> None:
-        for field in ("num_gpus", "num_cpus"):
-            if type(getattr(self, field)) is not int or getattr(self, field) < 0:
-                raise ValueError(f"{field} must be a whole number ≥ 0, not {getattr(self, field)!r}")
+        if type(self.num_cpus) is not int or self.num_cpus < 0:
+            raise ValueError(f"num_cpus must be a whole number ≥ 0, not {self.num_cpus!r}")
+        whole = type(self.num_gpus) in (int, float) and self.num_gpus >= 0 and self.num_gpus == self.num_gpus // 1
+        if not whole and not (type(self.num_gpus) is float and 0 < self.num_gpus < 1):
+            raise ValueError(f"num_gpus must be a whole number ≥ 0 or a share of one GPU such as 0.25, not {self.num_gpus!r}")
+        if whole:
+            object.__setattr__(self, "num_gpus", int(self.num_gpus))
         if self.micro_batch is not None and (type(self.micro_batch) is not int or self.micro_batch < 1):
             raise ValueError(f"micro_batch must be a whole number ≥ 1 or None, not {self.micro_batch!r}")
         if not self.device:

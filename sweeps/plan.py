@@ -176,10 +176,11 @@ class _Decider:
         if reason := self.doubts.get(cell.base, ""):
             return reason
         on_gpu = self.placement.device.startswith("cuda")
-        available = self.machine.gpu_memory * max(1, self.placement.num_gpus) if on_gpu else self.machine.memory
+        cards = self.placement.num_gpus or 1
+        available = self.machine.gpu_memory * cards if on_gpu else self.machine.memory
         needed = cost.minimum_memory(self.bases[cell.base].shape, cell.recipe, cell.train, self.placement)
         if available and needed > available:
-            where = f"{max(1, self.placement.num_gpus)} × {self.machine.gpu}" if on_gpu else "this machine"
+            where = f"{cards:g} × {self.machine.gpu}" if on_gpu else "this machine"
             return f"needs {needed / GIB:.1f} GiB at least, {where} has {available / GIB:.1f}"
         return ""
 

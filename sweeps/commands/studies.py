@@ -48,7 +48,7 @@ def with_request(command: Callable[..., None]) -> Callable[..., None]:
 @with_request
 def plan(
     grid: str = typer.Argument("ablation", help="which grid: golinear grids lists them"),
-    gpus: int = typer.Option(None, help="GPUs of a cell; default: one where there is one"),
+    gpus: float = typer.Option(None, help="GPUs of a cell; default: one where there is one; 0.25: four share a card"),
     machine: str = typer.Option("here", help="plan for another machine, e.g. 8xh200"),
     max_gpu_hours: float = typer.Option(None, help="refuse what would take more"),
     price: float = typer.Option(None, help="of one GPU for an hour, to be told the cost"),

@@ -5,12 +5,14 @@ import pytest
 from flows.cluster import Capacity, check_feasible
 
 
-@pytest.mark.parametrize(
-    ("cpus", "node_cpus", "slots", "expected"),
-    [(2, 2, 1, 2), (2, 2, 2, 1), (24, 12, 1, 12), (24, 12, 2, 12), (24, 12, 3, 6), (24, 12, 100, 1), (1, 1, 4, 1)],
-)
-def test_a_cell_asks_for_no_more_cpus_than_one_node_has(cpus, node_cpus, slots, expected):
-    assert Capacity(gpus=0, cpus=cpus, nodes=2, node_cpus=node_cpus).cpus_of_a_cell(slots) == expected
+@pytest.mark.parametrize(("nodes", "gpus", "places", "workers", "cpus"), [
+    ([(0, 2)], 0, 1, 1, 2), ([(0, 2)], 0, 1, 2, 1), ([(0, 12), (0, 12)], 0, 2, 3, 6), ([(0, 12), (0, 12)], 0, 2, 100, 1),
+    ([(8, 128)], 1, 8, 8, 16), ([(8, 128)], 1, 8, 1, 128), ([(8, 128), (0, 4)], 1, 8, 8, 16), ([(8, 128)] * 2, 2, 8, 8, 32),
+    ([(3, 30), (3, 30)], 2, 2, 2, 30), ([(1, 16)], 0.25, 4, 4, 4), ([(0, 1)], 0, 1, 4, 1),
+])  # fmt: skip
+def test_workers_find_a_place_each_on_one_node(nodes, gpus, places, workers, cpus):
+    capacity = Capacity(nodes=tuple(nodes), num_hosts=len(nodes))
+    assert capacity.places(gpus) == places and capacity.cpus_each(workers, gpus) == cpus
 
 
 def test_more_gpus_than_there_are_is_refused():
