@@ -21,8 +21,9 @@ from prefect.states import Cancelled, Completed, Failed, State
 from flows import notify as notifications
 from flows.cluster import Capacity, check_feasible, cluster
 from flows.progress import Forgiving
-from flows.runner import DONE, PRUNED, Outcome, Runner
-from sweeps import priorities, queries, render, services, tables
+from flows.reporting import publish_report, publish_table
+from flows.runner import DONE, PRUNED, Outcome, Runner, run_stage
+from sweeps import priorities, queries, services, study
 from sweeps.cell import Placement, key_of
 from sweeps.cost import Machine
 from sweeps.plan import Plan, make_plan
@@ -195,18 +196,18 @@ def _show_plan(plan: Plan, say: Any) -> None:
 
 
 def _finish(plan: Plan, spec: Sweep, store: Store, run: Runner) -> str:
-    """The table: a Prefect artifact, an MLflow artifact and note of the parent run; as text for the log."""
-    made = tables.summary(tables.frame(store, spec), title=spec.name)
-    markdown = render.render(made, "markdown")
-    create_markdown_artifact(markdown, key="table", description=f"scaling table of {spec.name}")
-    run.tracker.log_text(run.parent, markdown, "table.md")
-    run.tracker.set_tags(run.parent, {"mlflow.note.content": markdown})
+    """Table and report, in Prefect and MLflow; returns the table as text, and where the report is."""
+    found = study.of_sweep(store, spec, run.sweep_id)
+    text = publish_table(found, run.tracker, run.parent)
+    write = functools.partial(publish_report, found, run.sweep_id, run.tracker, run.parent)
+    written = run_stage.with_options(name="report")("report", spec.name, write, return_state=True)
     undone, _ = _without_result(plan, run.outcomes)
     state = queries.sweep_state(store, run.sweep_id)
     if not undone or state == "running":
         queries.set_sweep_state(store, run.sweep_id, "failed" if undone else "completed")
     run.tracker.end(run.parent, "FINISHED" if not undone else "KILLED" if state in STEERED else "FAILED")
-    return render.render(made, "text")
+    # a report that could not be written costs no result: its task run says why
+    return f"{text}\nreport: {written.result() if written.is_completed() else written.message}"
 
 
 def _without_result(plan: Plan, outcomes: dict[str, Outcome]) -> tuple[list[Outcome], list[Outcome]]:

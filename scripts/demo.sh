@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make demo`: SmolLM2-135M linearized three ways, trained and measured against itself; prints the table and the time spent.
+# `make demo`: SmolLM2-135M linearized three ways, trained and measured against itself; prints the table, names the report, and says the time spent.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p .golinear/logs
@@ -28,9 +28,11 @@ trap 'golinear down' EXIT
 part services golinear up
 part sweep watch_run
 golinear table
+part report golinear report -o .golinear/report
 trap - EXIT
 part down golinear down
 printf 'time: %s' "${spent[0]}"
 printf ', %s' "${spent[@]:1}"
 echo "; all $SECONDS s"
 echo 'again: make up; prefect deployment run sweep/ablation --watch -p mechanisms=gla,gdn -p budgets=56+8,0+0; golinear table'
+echo "report: $PWD/.golinear/report/index.html (one file: words, table, figures, settings, where each number comes from)"
