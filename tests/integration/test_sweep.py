@@ -10,11 +10,13 @@ import sys
 import time
 from typing import Any
 
+import httpx
 import pytest
 import sqlalchemy as sa
 from prefect.settings import PREFECT_API_URL
 
 from sweeps import queries, schema, tables
+from sweeps.home import home
 from sweeps.request import build
 from sweeps.store import Store
 from sweeps.sweep import pin
@@ -76,6 +78,13 @@ def test_two_cells_end_to_end_and_again(world):
     assert {"cell.json", "new_parameters.safetensors", "scores"} <= artifacts
     parent = prepare("ablation").client.get_run(gdn.data.tags["mlflow.parentRunId"])
     assert parent.info.status == "FINISHED" and "gdn 4+2" in parent.data.tags["mlflow.note.content"]
+    reported = {file.path for file in prepare("ablation").client.list_artifacts(parent.info.run_id, "report")}
+    assert reported == {"report/index.html", "report/study.json"}
+    page = home() / "reports" / queries.load_sweep(store, "two")[0] / "index.html"
+    assert "gdn 4+2</strong>" in page.read_text() or "gla 4+0</strong>" in page.read_text()
+    filters = {"artifacts": {"key": {"any_": ["report"]}}}
+    made = httpx.post(f"{PREFECT_API_URL.value()}/artifacts/filter", json=filters, timeout=20).json()
+    assert any("MLflow" in found["data"] or str(page) in found["data"] for found in made)
 
     again = run(**request(world, "two"))
     assert again.is_completed() and "3 were done before" in again.message
