@@ -15,8 +15,10 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from linear_core.evaluate.generation import Generator
 from linear_core.evaluate.prefix import MIN_SAVING, Node, num_tokens, plan
 from linear_core.evaluate.runner import Runner
+from linear_core.evaluate.walk import Walker
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -214,138 +216,29 @@ class PrefixLM(TemplateLM):
             most = kwargs.get("max_gen_toks", 256)
             self._check_length(len(prompts[number]) + most, "prompt and generation")
             by_kind[(most, *([until] if isinstance(until, str) else until))].append(number)
-        progress = Progress("generating", len(requests))
-        for (most, *until), numbers in by_kind.items():
-            numbers.sort(key=lambda n: -len(prompts[n]))
-            lengths = [len(prompts[n]) + most for n in numbers]
-
-            def run(part: slice, numbers: list[int] = numbers, most: int = most, until: list[str] = until) -> None:
-                chosen = numbers[part]
-                for number, text in zip(
-                    chosen, self._generate([prompts[n] for n in chosen], most, until, [requests[n] for n in chosen])
-                ):
-                    texts[number] = text
-                progress.add(len(chosen))
-
-            for part in self.batches(lengths):
-                self.guarded(run, part, lengths[part.start])
-        return texts
-
-    def _generate(self, prompts: list[list[int]], most: int, until: list[str], requests: list[Instance]) -> list[str]:
-        """Greedy texts of a left-padded batch: cut before the first stop string, at the end token, or once settled."""
-        width, device = max(map(len, prompts)), self.runner.device
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.eot_token_id
-        tokens = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        padded = any(len(p) < width for p in prompts)
-        cache = self.runner.new_cache(len(prompts))
-        alive = list(range(len(prompts)))
-        made: list[list[int]] = [[] for _ in prompts]
-        texts = [""] * len(prompts)
-        self.tokens_forwarded += sum(map(len, prompts))
         self.tokens_asked += sum(map(len, prompts))
-        for step in range(most):
-            new = self.runner.logits(tokens, cache=cache, mask=mask if padded else None).argmax(-1)
-            padded &= not self.runner.stateful  # pads never entered the state
-            keep = []
-            for i, (row, token) in enumerate(zip(alive, new.tolist())):
-                ended = token == self.eot_token_id
-                if not ended:
-                    made[row].append(token)
-                if ended or (
-                    (step % 4 == 3 or step == most - 1 or until) and self._finished(made[row], until, requests[row])
-                ):
-                    texts[row] = self._cut(made[row], until)
-                else:
-                    keep.append(i)
-            if step == most - 1:
-                for i in keep:
-                    texts[alive[i]] = self._cut(made[alive[i]], until)
-            if not keep:
-                break
-            if len(keep) < len(alive):
-                index = torch.tensor(keep, device=device)
-                cache.batch_select_indices(index)
-                new, mask, alive = new[index], mask[index], [alive[i] for i in keep]
-            tokens = new[:, None]
-            mask = torch.cat([mask, mask.new_ones(len(alive), 1)], 1)
-            self.tokens_forwarded += len(alive)
+        progress = Progress("generating", len(requests))
+
+        def put(number: int, text: str) -> None:
+            texts[number] = text
+            progress.add(1)
+
+        for (most, *until), numbers in by_kind.items():
+            Generator(self, most, until, put).texts({n: prompts[n] for n in numbers}, requests)
         return texts
 
-    def _finished(self, made: list[int], until: list[str], request: Instance) -> bool:
-        text = self._decode(made)
-        return any(stop in text for stop in until) or (self.settled is not None and self.settled(request, text))
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-    def _cut(self, made: list[int], until: list[str]) -> str:
-        text = self._decode(made)
-        for stop in until:
-            text = text.split(stop)[0]
-        return text
-
-
-class _Scorer:
-    """Walks the trees of shared segments depth first and adds up the log-likelihoods of the requests."""
+class _Scorer(Walker):
+    """Adds up the log-likelihoods of the requests."""
 
     def __init__(self, lm: PrefixLM, requests: list[Request], wanted: dict[int, list[int]], sums: list[float],
                  greedy: list[bool], progress: Progress) -> None:  # fmt: skip
-        self.lm, self.requests, self.wanted, self.sums, self.greedy, self.progress = (
-            lm,
-            requests,
-            wanted,
-            sums,
-            greedy,
-            progress,
-        )
+        super().__init__(lm)
+        self.requests, self.wanted, self.sums, self.greedy, self.progress = requests, wanted, sums, greedy, progress
 
-    def run(self, nodes: list[Node], cache: Any, rows: list[int]) -> None:
-        """All of ``nodes``; the tokens before node i are in row ``rows[i]`` of ``cache`` (None: there are none).
-
-        Leaves go in batches, longest first. Shared segments too where a cache's rows need not be of one length: a state
-        is of one size after any number of tokens, so that the leaves of several prefixes fill one batch.
-        """
-        order = sorted(range(len(nodes)), key=lambda i: -len(nodes[i].tokens))
-        leaves = [i for i in order if not nodes[i].children]
-        inner = [i for i in order if nodes[i].children]
-        lengths = [len(nodes[i].tokens) for i in leaves]
-
-        def leaf_batch(part: slice) -> None:
-            chosen = leaves[part]
-            own = None if cache is None else self.lm.runner.select(cache, [rows[i] for i in chosen])
-            self._forward([nodes[i] for i in chosen], own)
-
-        for part in self.lm.batches(lengths, past=nodes[leaves[0]].start if leaves else 0):
-            self.lm.guarded(leaf_batch, part, lengths[part.start])
-
-        ready: list[tuple[list[int], Any]] = []
-
-        def inner_batch(part: slice) -> None:
-            chosen = inner[part]
-            runner = self.lm.runner
-            own = runner.new_cache(len(chosen)) if cache is None else runner.select(cache, [rows[i] for i in chosen])
-            self._forward([nodes[i] for i in chosen], own)
-            ready.append((chosen, own))
-
-        lengths = [len(nodes[i].tokens) for i in inner]
-        for part in self.lm.batches(lengths, most=self.lm.inner_rows):
-            self.lm.guarded(inner_batch, part, lengths[part.start])
-            while ready:
-                chosen, own = ready.pop()
-                below = [(child, row) for row, i in enumerate(chosen) for child in nodes[i].children]
-                self.run([child for child, _ in below], own, [row for _, row in below])
-                del own
-
-    def _forward(self, nodes: list[Node], cache: Any) -> None:
-        """One forward pass over the segments of ``nodes``, padded on the right, and the scores that it settles."""
-        lengths = [len(n.tokens) for n in nodes]
-        width = max(lengths)
-        device = self.lm.runner.device
-        tokens = torch.tensor([[*n.tokens, *[0] * (width - len(n.tokens))] for n in nodes], device=device)
-        mask = None
-        if nodes[0].children and min(lengths) < width:  # what is kept for others must not hold pads
-            mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long().to(device)
+    def forward(self, nodes: list[Node], cache: Any) -> None:
+        """One forward pass over the segments and the scores that it settles."""
+        tokens, mask = self.batch(nodes)
         asked = [(row, request) for row, node in enumerate(nodes) for request in self._requests(node)]
         rows: list[int] = []
         columns: list[int] = []
@@ -376,7 +269,7 @@ class _Scorer:
                 self.greedy[number] &= hit
         else:
             self.lm.runner.prefill(tokens, cache, mask)
-        count = sum(lengths)
+        count = sum(len(node.tokens) for node in nodes)
         self.lm.tokens_forwarded += count
         self.progress.add(count)
 

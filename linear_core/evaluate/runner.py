@@ -63,6 +63,20 @@ class Runner:
             selected.positions = cache.positions[index]
         return selected
 
+    def join(self, caches: list[Any]) -> Any:
+        """One cache of all their rows, in order; only where ``stateful``."""
+        if len(caches) == 1:
+            return caches[0]
+        joined = copy.copy(caches[0])
+        joined.layers = []
+        for parts in zip(*(cache.layers for cache in caches)):
+            layer = copy.copy(parts[0])
+            for name in layer.tensors():
+                setattr(layer, name, torch.cat([getattr(part, name) for part in parts]))
+            joined.layers.append(layer)
+        joined.positions = torch.cat([cache.positions for cache in caches])
+        return joined
+
     def row_bytes(self, num_tokens: int) -> int:
         """Bytes of cache and activations that one row of this many tokens takes in a forward pass, roughly."""
         config = self.model.config

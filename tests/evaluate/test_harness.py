@@ -107,6 +107,38 @@ def test_generated_texts_are_those_of_hflm(model, tokenizer, batch_size):
     assert PrefixLM(model, tokenizer, batch_size=batch_size).generate_until(asked("generate_until", prompts)) == theirs
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, "auto"])
+def test_a_haystack_asked_several_things_is_run_once(model, tokenizer, batch_size):
+    """Prompts that share their start, one of them twice, one inside another, one token alone: equal to HFLM's texts."""
+    asked_for = ["Ann", "Bob", "the garden", "Ann"]
+    texts = [*(f"{STORY * 2} What of {name}?" for name in asked_for), STORY * 2, f"{STORY} And?", "Q"]
+    prompts = [(text, {"until": ["\n"], "max_gen_toks": 9}) for text in texts]
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2).generate_until(
+        asked("generate_until", prompts), disable_tqdm=True
+    )
+    lm = PrefixLM(model, tokenizer, batch_size=batch_size)
+    assert lm.generate_until(asked("generate_until", prompts)) == theirs
+    if lm.runner.stateful:
+        assert lm.tokens_forwarded < 0.5 * lm.tokens_asked, "the story twice, six times"
+
+
+def test_generation_goes_on_when_decoding_runs_out_of_memory(tiny, tokenizer, monkeypatch):
+    model = convert(copy.deepcopy(tiny), RECIPES["gdn"])
+    prompts = [(f"{STORY} {text}", {"until": [], "max_gen_toks": 6}) for text in ("a", "b c", "a")]
+    want = PrefixLM(model, tokenizer).generate_until(asked("generate_until", prompts))
+    lm, steps = PrefixLM(model, tokenizer), []
+    logits = lm.runner.logits
+
+    def small(tokens, **options):
+        steps.append(tokens.shape)
+        if tokens.shape == (3, 1) and len([s for s in steps if s == (3, 1)]) == 3:
+            raise torch.OutOfMemoryError
+        return logits(tokens, **options)
+
+    monkeypatch.setattr(lm.runner, "logits", small)
+    assert lm.generate_until(asked("generate_until", prompts)) == want and (3, 1) in steps
+
+
 def test_generation_stops_when_its_score_is_settled(tiny, tokenizer):
     prompts = [("Once upon a time", {"until": [], "max_gen_toks": 40})]
     whole = PrefixLM(tiny, tokenizer).generate_until(asked("generate_until", prompts))[0]
