@@ -20,9 +20,10 @@ from linear_core.data import TokenData
 from linear_core.objectives import Objective, Sequences, make_objective
 from linear_core.optim import NewParameterOptimizer, learning_rate
 from linear_core.outcome import Interrupted, NonFiniteError, TrainResult
+from linear_core.ranks import current, is_sharded
 from linear_core.settings import TrainSettings, parse_objective
 from linear_core.speed import FastStep, checkpoint_activations, compiled
-from linear_core.step import Stopped, Trainee, find_non_finite
+from linear_core.step import NOWHERE, Stopped, Trainee, find_non_finite
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,10 @@ class Memory:
         models: Sequence[Any],
         micro_batch: int,
         checkpointing: bool = False,
+        may_shrink: bool = True,
         on_shrink: Callable[[], None] = lambda: None,
     ) -> None:
-        self.models, self.micro_batch = models, micro_batch
+        self.models, self.micro_batch, self.may_shrink = models, micro_batch, may_shrink
         self.checkpoint_activations(checkpointing)
         self.on_shrink = on_shrink  # frees what was built for the larger plan
 
@@ -61,7 +63,10 @@ class Memory:
                 torch.cuda.empty_cache()
 
     def _shrink(self) -> bool:
-        """Half the rows of a forward; at one row, activation checkpointing. False when that is on already."""
+        """Half the rows of a forward; at one row, activation checkpointing. False when that is on already, and where
+        ranks with sharded weights must make the same passes."""
+        if not self.may_shrink:
+            return False
         if self.micro_batch > 1:
             self.micro_batch = math.ceil(self.micro_batch / 2)
         elif not self.checkpointing:
@@ -93,7 +98,6 @@ class Cell:
         self.trainee = Trainee(model, optimizer)
         self.loss: float | None = None
         self.error: NonFiniteError | None = None
-        folder.mkdir(parents=True, exist_ok=True)
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         """Go back to a checkpoint of this cell."""
@@ -122,8 +126,12 @@ class Run:
     ) -> None:
         self.settings, self.data, self.seed = settings, data, seed
         self.checkpoint_seconds, self.on_progress, self.should_stop = checkpoint_seconds, on_progress, should_stop
-        self.fast_step = FastStep()
-        self.memory = Memory(models, micro_batch, checkpointing, on_shrink=self.fast_step.reset)
+        self.ranks = current()
+        self.sharded = is_sharded(models[0])
+        self.fast_step = FastStep(self.ranks)
+        self.memory = Memory(
+            models, micro_batch, checkpointing, may_shrink=not self.sharded, on_shrink=self.fast_step.reset
+        )
         self.device = next(models[0].parameters()).device
         identity = {
             "settings": settings.canonical(),
@@ -151,16 +159,19 @@ class Run:
         with compiled([cell.trainee.model for cell in self.cells]):
             self._all_steps()
         self._save()
+        self.ranks.on_first(self._save_results)
+        return [cell.error or self._result(cell) for cell in self.cells]
+
+    def _save_results(self) -> None:
         for cell in self.active:
             save_new_parameters(cell.trainee.model, cell.folder / PARAMETERS)
-        return [cell.error or self._result(cell) for cell in self.cells]
 
     def _all_steps(self) -> None:
         for name, first, end in self._phases():
             if self.step < end and self.active:
                 objective = make_objective(name)
                 models = [cell.trainee.model for cell in self.active]
-                self.memory.fit(lambda rows: objective.prepare(models, self._batch(first), rows))  # noqa: B023
+                self.memory.fit(lambda rows: objective.prepare(models, self._whole_batch(first), rows))  # noqa: B023
                 while self.step < end and self.active:
                     self._one_step(objective)
                 self._read(objective)
@@ -181,15 +192,22 @@ class Run:
         return phases
 
     def _batch(self, step: int) -> Sequences:
+        """This rank's share of a step."""
+        return self._whole_batch(step).share(self.ranks)
+
+    def _whole_batch(self, step: int) -> Sequences:
         return Sequences.of(self.data.batch(step, self.settings, self.seed), self.device)
 
     def _one_step(self, objective: Objective) -> None:
+        if self.ranks.size > 1 and self.ranks.any(self.should_stop()):
+            self._interrupt(objective)
+        should_stop = self.should_stop if self.ranks.size == 1 else lambda: False
         cells, batch = self.active, self._batch(self.step)
         for cell in cells:
             cell.trainee.optimizer.set_rate(self.step)
         trainees = [cell.trainee for cell in cells]
         try:
-            numbers = self.memory.fit(lambda rows: self.fast_step(trainees, objective, batch, rows, self.should_stop))
+            numbers = self.memory.fit(lambda rows: self.fast_step(trainees, objective, batch, rows, should_stop))
         except Stopped:
             self._interrupt(objective)
         self._window.append((self.step, cells, numbers))
@@ -199,7 +217,7 @@ class Run:
             self.seconds_to_first_step = time.monotonic() - self._started
         if len(self._window) >= STEPS_IN_FLIGHT.get(self.device.type, 1):
             self._read(objective)
-        if time.monotonic() - self._saved_at >= self.checkpoint_seconds:
+        if self.ranks.any(self.ranks.leads and time.monotonic() - self._saved_at >= self.checkpoint_seconds):
             self._read(objective)
             self._save()
 
@@ -215,12 +233,22 @@ class Run:
         for step, cells, numbers in read:
             for cell, (loss, norm, failed) in zip(cells, numbers):
                 if failed and cell.error is None:
-                    where = find_non_finite(cell.trainee, objective, self._batch(step), self.memory.micro_batch)
-                    good = checkpoint.complete(cell.folder)
-                    cell.error = NonFiniteError(step, where, good[-1].path if good else None)
+                    cell.error = self._error(cell, step, objective)
                 elif not failed:
                     cell.loss = loss
-                    self._report(cell, step, loss, norm, rate)
+                    if self.ranks.leads:
+                        self._report(cell, step, loss, norm, rate)
+
+    def _error(self, cell: Cell, step: int, objective: Objective) -> NonFiniteError:
+        """Where it went wrong, from the first rank that finds the place."""
+
+        def look() -> str:
+            return find_non_finite(cell.trainee, objective, self._batch(step), self.memory.micro_batch)
+
+        places = self.ranks.gather(look)
+        good = self.ranks.on_first(lambda: checkpoint.complete(cell.folder)[-1:])
+        where = next((place for place in places if place != NOWHERE), NOWHERE)
+        return NonFiniteError(step, where, good[0].path if good else None)
 
     def _report(self, cell: Cell, step: int, loss: float, norm: float, tokens_per_second: float) -> None:
         row = {
@@ -236,35 +264,43 @@ class Run:
         self.on_progress({**progress, "cell": cell.index, **row})
 
     def _resume(self) -> None:
-        """Go on from the last step that every cell has a complete checkpoint of."""
+        """Go on from the last step that every cell has a complete checkpoint of. Rank 0 reads it, the others follow."""
+        self.step, self.resumed_from, self.seconds_before = self.ranks.on_first(self._restore)
+        if self.resumed_from is not None:
+            logger.info("going on from step %d of %d", self.step, self.settings.num_steps)
+        for cell in self.cells:
+            self.ranks.spread(cell.trainee.optimizer.tensors().values())
+
+    def _restore(self) -> tuple[int, int | None, float]:
+        """Reads checkpoints back. Returns steps done, the same or None when there was none, and seconds before."""
+        for cell in self.cells:
+            cell.folder.mkdir(parents=True, exist_ok=True)
         found = [{c.step: c for c in checkpoint.complete(cell.folder)} for cell in self.cells]
         for cell, checkpoints in zip(self.cells, found):
             for one in checkpoints.values():
                 checkpoint.check_identity(one, cell.identity)
         common = set.intersection(*(set(checkpoints) for checkpoints in found))
-        if common:
-            self.step = self.resumed_from = max(common)
-            for cell, checkpoints in zip(self.cells, found):
-                cell.restore(checkpoints[self.step])
-            self.seconds_before = found[0][self.step].state["seconds"]
-            logger.info("going on from step %d of %d", self.step, self.settings.num_steps)
-        for cell in self.cells:
-            cell.curve.keep(self.step)
+        step = max(common, default=0)
+        for cell, checkpoints in zip(self.cells, found):
+            if common:
+                cell.restore(checkpoints[step])
+            cell.curve.keep(step)
+        return (step, step, found[0][step].state["seconds"]) if common else (0, None, 0.0)
 
     def _save(self) -> Path | None:
         """A checkpoint of every active cell, whose numbers have all been read. Returns the path of the first, if any."""
-        seconds = self.seconds_before + time.monotonic() - self._started
-        paths = []
-        for cell in self.active:
-            state = {
-                "identity": cell.identity,
-                "tokens_seen": self.tokens_seen(self.step),
-                "seconds": seconds,
-                "loss": cell.loss,
-            }
-            paths.append(checkpoint.save(cell.folder, self.step, cell.trainee.optimizer.tensors(), state))
+        paths = self.ranks.on_first(lambda: [self._save_cell(cell) for cell in self.active])
         self._saved_at = time.monotonic()
         return paths[0] if paths else None
+
+    def _save_cell(self, cell: Cell) -> Path:
+        state = {
+            "identity": cell.identity,
+            "tokens_seen": self.tokens_seen(self.step),
+            "seconds": self.seconds_before + time.monotonic() - self._started,
+            "loss": cell.loss,
+        }
+        return checkpoint.save(cell.folder, self.step, cell.trainee.optimizer.tensors(), state)
 
     def _interrupt(self, objective: Objective) -> NoReturn:
         self._read(objective)
@@ -283,8 +319,12 @@ class Run:
             tokens_per_second=(seen - self.tokens_seen(self.resumed_from or 0)) / sitting,
             seconds_to_first_step=self.seconds_to_first_step,
             micro_batch=self.memory.micro_batch,
-            accumulation=math.ceil(self.settings.batch_size / self.memory.micro_batch),
+            accumulation=math.ceil(self.settings.batch_size / self.ranks.size / self.memory.micro_batch),
             activation_checkpointing=self.memory.checkpointing,
-            peak_memory=torch.cuda.max_memory_allocated(self.device) if on_gpu else resident,
+            peak_memory=max(
+                self.ranks.gather(lambda: torch.cuda.max_memory_allocated(self.device) if on_gpu else resident)
+            ),
             resumed_from=self.resumed_from,
+            ranks=self.ranks.size,
+            sharded=self.sharded,
         )

@@ -10,7 +10,7 @@ Shape letters: B rows, T tokens, N = B·T, C hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linear_core.convert import base_attention
 from linear_core.data import IGNORE, Batch
+from linear_core.ranks import Ranks
 
 TOKENS_AT_ONCE = 1024  # rows of logits in memory at a time
 
@@ -42,6 +43,12 @@ class Sequences:
         input_ids, labels = (torch.from_numpy(a).to(device) for a in (batch.input_ids, batch.labels))
         document_ids = None if batch.document_ids is None else torch.from_numpy(batch.document_ids).to(device)
         return cls(input_ids, labels, document_ids, batch.num_targets, batch.input_ids.size)
+
+    def share(self, ranks: Ranks) -> Sequences:
+        """A rank's rows; the counts stay the whole step's."""
+        rows = ranks.rows
+        ids = None if self.document_ids is None else self.document_ids[rows]
+        return replace(self, input_ids=self.input_ids[rows], labels=self.labels[rows], document_ids=ids)
 
     def split(self, rows: int) -> Iterator[Sequences]:
         """Micro-batches of at most ``rows`` rows; the counts stay the whole step's."""

@@ -58,6 +58,13 @@ class NewParameterOptimizer:
     def zero_grad(self) -> None:
         self._adam.zero_grad(set_to_none=True)
 
+    def gradients(self) -> list[Tensor]:
+        """Of every parameter; zeros, put in place, where none came."""
+        for p in self.parameters.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
     def update(self, loss: Tensor) -> Tensor:
         """Clip and update, unless the loss or a gradient is not finite now or was before.
 

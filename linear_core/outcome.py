@@ -43,7 +43,9 @@ class TrainResult:
 
     seconds: over all its sittings; tokens_per_second and seconds_to_first_step: of the last one. loss: of the last step,
     None when there was nothing to train. micro_batch × accumulation: what it ended with. peak_memory: bytes, allocated
-    on the GPU or resident in the process. resumed_from: steps done before the last sitting, None for a fresh start.
+    on the GPU or resident in the process, of the rank that took most. resumed_from: steps done before the last sitting,
+    None for a fresh start. ranks: processes that trained together; sharded: whether the frozen weights were spread over
+    them. micro_batch × accumulation × ranks is the batch size or a little more.
     """
 
     steps: int
@@ -57,3 +59,5 @@ class TrainResult:
     activation_checkpointing: bool
     peak_memory: int
     resumed_from: int | None = None
+    ranks: int = 1
+    sharded: bool = False

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from linear_core.objectives import Objective, Sequences
+from linear_core.ranks import ALONE, Ranks
 from linear_core.step import Stopped, Trainee, train_step
 
 logger = logging.getLogger(__name__)
@@ -160,9 +161,13 @@ class Recorded:
 
 
 class FastStep:
-    """``train_step`` with a CUDA graph behind it. A step of other shapes, cells or memory plan is recorded anew."""
+    """``train_step`` with a CUDA graph behind it. A step of other shapes, cells or memory plan is recorded anew.
 
-    def __init__(self) -> None:
+    Steps that several ranks make together are not recorded.
+    """
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
         self._key: tuple[Any, ...] | None = None
         self._recorded: Recorded | None = None
 
@@ -179,8 +184,8 @@ class FastStep:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Tensor:
         """As ``linear_core.step.train_step``. ``should_stop`` is asked once, before a recorded step: it is one launch."""
-        if not batch.input_ids.is_cuda or batch.document_ids is not None:
-            return train_step(trainees, objective, batch, micro_batch, should_stop)
+        if not batch.input_ids.is_cuda or batch.document_ids is not None or self.ranks.size > 1:
+            return train_step(trainees, objective, batch, micro_batch, should_stop, self.ranks)
         if should_stop():
             raise Stopped
         key = (batch.input_ids.shape, batch.num_targets, micro_batch, id(objective), tuple(map(id, trainees)))

@@ -16,6 +16,9 @@ from torch import Tensor
 from linear_core.convert import attention_modules
 from linear_core.objectives import Objective, Sequences
 from linear_core.optim import NewParameterOptimizer
+from linear_core.ranks import ALONE, Ranks
+
+NOWHERE = "the loss"  # is not finite, and nothing before it
 
 
 class Stopped(Exception):
@@ -36,14 +39,18 @@ def train_step(
     batch: Sequences,
     micro_batch: int,
     should_stop: Callable[[], bool] = lambda: False,
+    ranks: Ranks = ALONE,
 ) -> Tensor:
     """One update of each trainee, by the learning rate its optimiser holds.
 
-    batch: all sequences of the step; micro_batch: rows in one forward. Returns float32 [trainees, 3]: loss, gradient norm
-    before clipping, and 1 when the update was left out because something was not finite in this or an earlier step.
+    batch: all sequences of the step, or this rank's share of them; micro_batch: rows in one forward. Returns float32
+    [trainees, 3]: loss, gradient norm before clipping, and 1 when the update was left out because something was not
+    finite in this or an earlier step.
     Raises Stopped, with all gradients dropped, when ``should_stop`` says so between micro-batches.
     """
     losses = accumulate(trainees, objective, batch, micro_batch, should_stop)
+    if ranks.size > 1:
+        ranks.add([*losses, *(gradient for trainee in trainees for gradient in trainee.optimizer.gradients())])
     return torch.stack([trainee.optimizer.update(loss) for trainee, loss in zip(trainees, losses)])
 
 
@@ -90,4 +97,4 @@ def find_non_finite(trainee: Trainee, objective: Objective, batch: Sequences, mi
         if not torch.isfinite(p).all() or (p.grad is not None and not torch.isfinite(p.grad).all())
     ]
     trainee.optimizer.zero_grad()
-    return ", ".join([*broken, *bad[-1:]]) or "the loss"
+    return ", ".join([*broken, *bad[-1:]]) or NOWHERE

@@ -4,11 +4,15 @@ A run is a folder: ``curve.jsonl`` (a row a step), ``checkpoints/`` and, at the 
 again on the same folder, a run goes on from its last checkpoint with the same batches, bit for bit on a CPU. The curve
 does not depend on interruptions, nor, but for rounding, on the micro-batch.
 
+In the ranks of a group (linear_core.ranks) every rank calls the same and gets the same result; rank 0 writes the folder and
+tells of progress, and ``batch_size`` is that of all ranks together. A run may go on with another number of ranks.
+
 Precision is that of the models: frozen weights as loaded (bfloat16 on CUDA), new parameters, moments and losses float32.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +26,7 @@ from linear_core.convert import new_parameters, save_new_parameters
 from linear_core.data import TokenData
 from linear_core.loop import PARAMETERS, TRAINER_VERSION, Progress, Run
 from linear_core.outcome import Interrupted, NonFiniteError, TrainResult
+from linear_core.ranks import Ranks, check_batch, current, is_sharded, load, started_by_torchrun
 from linear_core.settings import TrainSettings
 
 __all__ = ["TRAINER_VERSION", "Interrupted", "NonFiniteError", "TrainResult", "train", "train_cells", "train_command"]
@@ -42,7 +47,7 @@ def train(
 ) -> TrainResult:
     """Train a linearized model's new parameters in place, going on from the last complete checkpoint in ``folder``.
 
-    micro_batch: rows in one forward, the batch size unless given; halved when memory runs out. checkpoint_activations:
+    micro_batch: rows in one forward, a rank's share of the batch unless given; halved when memory runs out. checkpoint_activations:
     from the start, not only once a single row does not fit without. on_progress: gets each row of the curve with
     ``stage``, ``done``, ``total`` and ``unit``. should_stop: asked before every micro-batch.
     Raises ValueError when the folder's checkpoint is of another run (naming what drifted) or the data too short,
@@ -76,8 +81,13 @@ def train_cells(
     ``layerwise`` one forward of the base serves them all. A cell gets what it would get alone. One whose loss is not
     finite drops out and its error stands in its place; the rest is as in ``train``. Rows of on_progress have a ``cell``.
     """
+    ranks = current()
+    check_share(settings, ranks, sharded=is_sharded(models[0]))
+    share = settings.batch_size // ranks.size
     chosen = [i for i, model in enumerate(models) if new_parameters(model)]
-    results: list[TrainResult | NonFiniteError] = [_nothing_to_train(m, Path(f)) for m, f in zip(models, folders)]
+    results: list[TrainResult | NonFiniteError] = [
+        _nothing_to_train(m, Path(f), ranks) for m, f in zip(models, folders)
+    ]
     if not chosen:
         return results
     on_gpu = models[0].device.type == "cuda"
@@ -85,7 +95,7 @@ def train_cells(
         torch.manual_seed(seed)
         run = Run(
             [models[i] for i in chosen], settings, data, [Path(folders[i]) for i in chosen], seed,
-            micro_batch=min(micro_batch or settings.batch_size, settings.batch_size), checkpointing=checkpoint_activations,
+            micro_batch=min(micro_batch or share, share), checkpointing=checkpoint_activations,
             checkpoint_seconds=60 * checkpoint_minutes, on_progress=on_progress or (lambda _row: None),
             should_stop=lambda: told.is_set() or (should_stop is not None and should_stop()),
         )  # fmt: skip
@@ -97,9 +107,22 @@ def train_cells(
     return results
 
 
-def _nothing_to_train(model: Any, folder: Path) -> TrainResult:
+def check_share(settings: TrainSettings, ranks: Ranks, sharded: bool = False) -> None:
+    """Raises ValueError when the ranks cannot share the batches: unevenly, or with sharded weights the last one."""
+    check_batch(settings.batch_size, ranks.size)
+    sequences = math.ceil(settings.tokens / settings.sequence_length)
+    if sharded and ranks.size == 1:
+        raise ValueError("sharded weights need several ranks: torchrun --nproc-per-node 2 …, or gpus=2 in a sweep")
+    if sharded and sequences % ranks.size:
+        raise ValueError(
+            f"{settings.tokens} tokens are {sequences} sequences, which {ranks.size} ranks with sharded weights cannot "
+            f"share; allowed: a multiple of {ranks.size} × {settings.sequence_length} tokens"
+        )
+
+
+def _nothing_to_train(model: Any, folder: Path, ranks: Ranks) -> TrainResult:
     """For a cell without new parameters (mechanism none): its file of parameters is empty, its run has no step."""
-    if not new_parameters(model):
+    if not new_parameters(model) and ranks.leads:
         folder.mkdir(parents=True, exist_ok=True)
         save_new_parameters(model, folder / PARAMETERS)
     return TrainResult(
@@ -133,13 +156,15 @@ def train_command(
     device: str = "",
     micro_batch: int | None = None,
     checkpoint_activations: bool = False,
+    shard_weights: bool = False,
     checkpoint_minutes: float = 5.0,
     on_progress: Progress | None = None,
 ) -> TrainResult:
     """``golinear train``: load, linearize and train one cell outside any flow, into ``folder``.
 
     model: as linear_core.models.resolve takes it. recipe: e.g. ``gdn 56+8 conv``. data: a source of linear_core.sources.
-    device: cuda when there is one, else cpu, unless given. Raises ValueError as the parts do, before anything is loaded.
+    device: cuda when there is one, else cpu, unless given. Under torchrun the ranks train together, with ``shard_weights``
+    over a base model that is spread over them. Raises ValueError as the parts do, before anything is loaded.
     """
     from linear_core import convert, models
     from linear_core.data import data_fingerprint, open_tokens
@@ -150,14 +175,16 @@ def train_command(
         raise ValueError("recipe 'softmax' is the base model: there is nothing to train")
     data_fingerprint(data)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = open_tokens(data, models.load_tokenizer(base), base=base, device=device)
-    loaded = models.load(base, device=device)
-    if parsed.softmax_layers.startswith("hardest"):
-        from linear_core.diagnostics import resolve_hardest
+    with started_by_torchrun(device) as (ranks, device):
+        check_share(settings, ranks, sharded=shard_weights)
+        tokens = open_tokens(data, models.load_tokenizer(base), base=base, device=device)
+        loaded = load(base, device=device, sharded=shard_weights)
+        if parsed.softmax_layers.startswith("hardest"):
+            from linear_core.diagnostics import resolve_hardest
 
-        parsed = resolve_hardest(parsed, loaded, lambda: tokens)
-    linearized = convert.convert(loaded, parsed, seed=seed)
-    return train(
-        linearized, settings, tokens, folder=folder, seed=seed, micro_batch=micro_batch,
-        checkpoint_activations=checkpoint_activations, checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
-    )  # fmt: skip
+            parsed = ranks.gather(lambda: resolve_hardest(parsed, loaded, lambda: tokens))[0]
+        linearized = convert.convert(loaded, parsed, seed=seed)
+        return train(
+            linearized, settings, tokens, folder=folder, seed=seed, micro_batch=micro_batch,
+            checkpoint_activations=checkpoint_activations, checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
+        )  # fmt: skip

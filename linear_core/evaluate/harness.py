@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from linear_core.evaluate.generation import Generator
 from linear_core.evaluate.prefix import MIN_SAVING, Node, num_tokens, plan
 from linear_core.evaluate.runner import Runner
 from linear_core.evaluate.walk import Walker
+from linear_core.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -39,8 +41,8 @@ class PrefixLM(TemplateLM):
     """lm-eval's interface over one model in memory.
 
     batch_size: rows a batch, or ``auto``: by tokens, found by trial and halved on out-of-memory. Answers do not depend
-    on it. ``settled``: (request, text so far) → whether more text can no longer change its score: generation stops.
-    Raises TruncationError instead of cutting a prompt, ValueError for sampling.
+    on it, nor on how many ranks share the requests. ``settled``: (request, text so far) → whether more text can no longer
+    change its score: generation stops. Raises TruncationError instead of cutting a prompt, ValueError for sampling.
     """
 
     backend = "causal"
@@ -48,7 +50,7 @@ class PrefixLM(TemplateLM):
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, batch_size: int | str = "auto",
         max_length: int | None = None, min_saving: int = MIN_SAVING, switches: dict[str, Any] | None = None,
-        settled: Callable[[Instance, str], bool] | None = None,
+        settled: Callable[[Instance, str], bool] | None = None, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
         super().__init__()
         if batch_size != "auto" and (type(batch_size) is not int or batch_size < 1):
@@ -59,6 +61,7 @@ class PrefixLM(TemplateLM):
         self.max_length = max_length or model.config.max_position_embeddings
         self.min_saving = min_saving
         self.settled = settled
+        self.ranks = ranks
         self.budget = START_TOKENS.get(self.runner.device.type, 2048)
         self.growing = self.runner.device.type == "cuda"
         self.tokens_forwarded = 0
@@ -94,9 +97,26 @@ class PrefixLM(TemplateLM):
             return []
         return self.tokenizer(list(strings), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
+    def _shared(self, requests: list[Instance], answer: Callable[[list[Instance]], list[Any]]) -> list[Any]:
+        """The answers to all requests, each rank having given its own: neighbours in a row, whole documents."""
+        documents = [(request.task_name, request.doc_id) for request in requests]
+        order = {document: number for number, document in enumerate(dict.fromkeys(documents))}
+        part = self.ranks.block(len(order))
+        own = [r for r, document in zip(requests, documents) if part.start <= order[document] < part.stop]
+        before = self.tokens_forwarded, self.tokens_asked
+        told = self.ranks.gather(lambda: (answer(own) if own else [], self.tokens_forwarded, self.tokens_asked))
+        self.tokens_forwarded = before[0] + sum(forwarded - before[0] for _, forwarded, _ in told)
+        self.tokens_asked = before[1] + sum(asked - before[1] for _, _, asked in told)
+        # requests come document by document or not: a rank's answers stand in the order of its own requests
+        answers = [iter(given) for given, _, _ in told]
+        ends = [len(order) * (rank + 1) // len(told) for rank in range(len(told))]
+        return [next(answers[bisect_right(ends, order[document])]) for document in documents]
+
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        pairs = [request.args for request in requests]
-        return self._loglikelihood_tokens(self._encode_pairs(pairs), disable_tqdm=disable_tqdm)
+        return self._shared(requests, self._loglikelihood)
+
+    def _loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        return self._loglikelihood_tokens(self._encode_pairs([request.args for request in requests]))
 
     def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Request]:
         """(context, continuation) → tokens, as TemplateLM cuts them: the continuation is what the whole has more."""
@@ -120,6 +140,9 @@ class PrefixLM(TemplateLM):
         return requests
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        return self._shared(requests, self._loglikelihood_rolling)
+
+    def _loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         windows: list[Request] = []
         owner: list[int] = []
         for number, request in enumerate(requests):
@@ -205,6 +228,9 @@ class PrefixLM(TemplateLM):
     # generation
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        return self._shared(requests, self._generate_until)
+
+    def _generate_until(self, requests: list[Instance]) -> list[str]:
         texts = [""] * len(requests)
         prompts = self._encode([request.args[0] for request in requests])
         by_kind: dict[tuple[Any, ...], list[int]] = defaultdict(list)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from linear_core.evaluate.scores import TaskSpec
 from linear_core.evaluate.tasks import TASKS, sample_items
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -29,7 +30,10 @@ def score_windows(
     switches: dict[str, Any] | None,
 ) -> list[Measured]:  # fmt: skip
     """Perplexity (exp of the mean negative log-likelihood a token) or agreement with the base, on held-out windows."""
+    import torch
+
     from linear_core.evaluate import windows as w
+    from linear_core.ranks import sharing
 
     if task.name == "attribution" and (reason := refusal(model)):
         raise DataError(reason)
@@ -40,31 +44,39 @@ def score_windows(
         raise DataError(f"{TASKS[task.name].hub} could not be loaded: {error}") from error
     details: dict[str, Any] = {"items": list(windows.names), "windows": windows.key, "length": windows.tokens.shape[1]}
 
+    ranks = sharing(model)
+
+    def over(work: Callable[[w.Windows], tuple[Tensor, ...]]) -> list[Tensor]:
+        """What ``work`` makes of all windows, each rank of its own."""
+        own = windows[ranks.block(len(windows.names))]
+        parts = ranks.gather(lambda: work(own) if own.names else ())
+        return [torch.cat(each) for each in zip(*(part for part in parts if part))]
+
     def measured(metric: str, values: Any, value: float, stderr: float | None) -> Measured:
         means = [float(v) for v in values.double().mean(1)]
         return Measured(metric, value, stderr, values.numel(), means, {**details, "values": means})
 
     if task.name == "perplexity":
-        losses = w.token_losses(model, windows, switches)
+        (losses,) = over(lambda own: (w.token_losses(model, own, switches),))
         mean, stderr = w.mean_of(losses)
         value = math.exp(mean) if mean < 700 else math.inf
         return [measured("perplexity", losses, value, value * stderr if stderr is not None else None)]
     if task.name == "attribution":
-        return [measured(*row) for row in _paths(model, windows)]
-    reference = w.base_reference(model, windows, base)
-    same, kl = w.agreement(model, reference, windows, switches)
+        half = windows.tokens.shape[1] // 2
+        found = variants(half)
+        by_path = over(lambda own: tuple(w.token_losses(model, own, switches) for switches in found.values()))
+        return [measured(*row) for row in _paths(dict(zip(found, by_path)), half)]
+    same, kl = over(lambda own: w.agreement(model, w.base_reference(model, own, base), own, switches))
     return [measured("top1", same, *w.mean_of(same)), measured("kl", kl, *w.mean_of(kl))]
 
 
-def _paths(model: PreTrainedModel, windows: Any) -> Iterator[tuple[str, Any, float, float | None]]:
+def _paths(losses: dict[str, Tensor], half: int) -> Iterator[tuple[str, Tensor, float, float | None]]:
     """What the state saves in nats a token (exact path alone − hybrid), then the perplexity of each path.
 
     ``frozen``: the read is zero from the middle of a window on; only the tokens behind it count.
     """
     from linear_core.evaluate import windows as w
 
-    half = windows.tokens.shape[1] // 2
-    losses = {name: w.token_losses(model, windows, switches) for name, switches in variants(half).items()}
     saved = losses["exact"] - losses["hybrid"]
     yield "state_nats", saved, *w.mean_of(saved)
     for name in ("exact", "linear", "frozen"):
@@ -82,6 +94,7 @@ def score_harness(
     from lm_eval.evaluator import evaluate
 
     from linear_core.evaluate.harness import PrefixLM, TruncationError
+    from linear_core.ranks import sharing
 
     known = TASKS[task.name]
     with tamed():
@@ -94,6 +107,7 @@ def score_harness(
         batch_size=batch_size,
         switches=switches,
         settled=all_found if known.kind == "ruler" else None,
+        ranks=sharing(model),
     )
     everything = all(len(items) == sizes[name] for name, items in chosen.items())
     try:

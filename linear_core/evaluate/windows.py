@@ -48,6 +48,9 @@ class Windows:
         """16 hex digits that tell two sets of windows apart."""
         return hashlib.sha256(repr(self.tokens.shape).encode() + self.tokens.numpy().tobytes()).hexdigest()[:16]
 
+    def __getitem__(self, some: slice) -> Windows:
+        return Windows(self.tokens[some], self.names[some])
+
 
 def heldout_windows(task: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> Windows:
     """The windows a task asks for: disjoint, of ``task.length`` tokens, a seeded sample over the documents.

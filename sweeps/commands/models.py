@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -166,6 +167,7 @@ def train(
     seed: int = typer.Option(1, help="of start values and the order of the text"),
     micro_batch: int = typer.Option(None, help="sequences in one forward; default: the whole batch"),
     checkpoint_activations: bool = typer.Option(False, help="less memory, a quarter to a third slower; else only when needed"),
+    shard_weights: bool = typer.Option(False, help="under torchrun: spread the frozen weights over the ranks"),
     isolate_documents: bool = typer.Option(False, help="packed documents do not see each other"),
     checkpoint_minutes: float = typer.Option(5.0, help="between checkpoints; there is one at the end anyhow"),
     device: str = DEVICE,
@@ -188,8 +190,11 @@ def train(
     with progress_bar() as on_progress:
         result = train_command(
             what, recipe, out, settings=settings, data=data, seed=seed, device=device, micro_batch=micro_batch,
-            checkpoint_activations=checkpoint_activations, checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
+            checkpoint_activations=checkpoint_activations, shard_weights=shard_weights,
+            checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
         )  # fmt: skip
+    if os.environ.get("RANK", "0") != "0":  # of torchrun
+        return
     loss = "" if result.loss is None else f", loss {result.loss:.3f}"
     console.print(
         f"{result.tokens_seen:,} tokens in {result.seconds:.0f} s ({result.tokens_per_second:,.0f} tokens/s){loss}; {out}",
