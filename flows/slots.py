@@ -130,7 +130,9 @@ class Slot:
         except ray.exceptions.RayTaskError as error:
             raise self._failure(error) from None
         except ray.exceptions.RayError as error:
-            cause = "crash" if node_alive(self.node) else "preempted"
+            # unavailable: the connection broke, as when a node goes; a process that died on a living node is said to be dead
+            unreachable = isinstance(error, ray.exceptions.ActorUnavailableError)
+            cause = "preempted" if unreachable or not node_alive(self.node) else "crash"
             self.close()
             reason = f"the worker process died during {stage}: {_first_line(error)}"
             raise StageFailed(cause, reason, str(error)) from None

@@ -70,7 +70,7 @@ class _Hub(BaseHTTPRequestHandler):
     do_POST = do_HEAD = do_GET
 
     def _model(self, path: str) -> None:
-        match = re.match(r"/(?:api/models/)?([\w-]+/[\w-]+)(?:/(revision|tree|resolve)/[^/]+)?/?(.*)$", path)
+        match = re.match(r"/(?:api/models/)?([\w.-]+/[\w.-]+)(?:/(revision|tree|resolve)/[^/]+)?/?(.*)$", path)
         folder = self.models.get(match[1]) if match else None
         if match is None or folder is None:
             self._send(404, b"{}", X_Error_Code="RepoNotFound", X_Error_Message="Repository not found")

@@ -6,10 +6,14 @@ The table in docs/sweeps-that-lose-nothing.md says what each does. `make test-fa
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,35 +22,50 @@ import sqlalchemy as sa
 from prefect.settings import PREFECT_API_URL
 
 from sweeps import queries, schema, services
+from sweeps.home import home
 from sweeps.store import Store
+from tests.core.hub_stand_in import hub
 from tests.integration.test_sweep import cells, request, runs
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("services_up"), pytest.mark.timeout(400)]
-TOKENS = 131_072  # some fifteen seconds of training: time enough to be hit
+TOKENS = 65_536  # some seconds of training: time enough to be hit
 DONE = {"base": "skip", "gdn 4+2": "skip"}
 
 
-def asked(world, name: str, seed: int, **changes: Any) -> dict[str, Any]:
+@pytest.fixture(autouse=True, scope="module")
+def claims_that_expire_soon() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GOLINEAR_CLAIM_SECONDS", "12")
+        yield
+
+
+def asked_for(world, name: str, seed: int, **changes: Any) -> dict[str, Any]:
     values = {"recipes": "gdn 4+2", "tokens": TOKENS, "seeds": seed, "checkpoint_minutes": 0.02}
     return request(world, name, **{**values, **changes})
 
 
-def start(parameters: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """`golinear run` in a process of its own, with its own Ray."""
+def start(parameters: dict[str, Any], **environment: str) -> subprocess.Popen[bytes]:
+    """`golinear run` in a process of its own, with its own Ray unless ``environment`` names one."""
     options = [f"--{key.replace('_', '-')}={value}" for key, value in parameters.items()]
     command = [sys.executable, "-c", "from flows.cli import main; main()", "run", "ablation", *options]
-    environment = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    whole = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value(), **environment}
+    with (home() / "flow.log").open("ab") as out:  # for who looks at a failure
+        return subprocess.Popen(command, env=whole, stdout=out, stderr=subprocess.STDOUT)
 
 
-def attempts(name: str) -> list[Any]:
+def base_attempts(name: str) -> list[Any]:
+    """As ``attempts``, at the sweep's base model."""
+    return attempts(name, base=True)
+
+
+def attempts(name: str, *, base: bool = False) -> list[Any]:
     """Attempts at the sweep's gdn cell, oldest first; none while the sweep is not in the store."""
     store = Store()
     try:
         _, sweep = queries.load_sweep(store, name)
     except ValueError:
         return []
-    keys = [cell.train_key for cell in sweep.cells if not cell.is_base]
+    keys = [cell.train_key for cell in sweep.cells if cell.is_base == base]
     return store.read(sa.select(schema.attempts).where(schema.attempts.c.key.in_(keys)).order_by(schema.attempts.c.id))
 
 
@@ -98,7 +117,7 @@ def prefect_state(name: str) -> str:
 
 
 def test_actor_killed_its_cell_goes_on_in_the_same_flow(world):
-    process = start(asked(world, "actor", 11))
+    process = start(asked_for(world, "actor", 11))
     until(lambda: in_training("actor"))
     child(process, "ray::Worker").kill()
     assert end_of(process) == 0
@@ -108,7 +127,7 @@ def test_actor_killed_its_cell_goes_on_in_the_same_flow(world):
 
 
 def test_flow_told_to_stop_saves_and_says_so(world):
-    process = start(asked(world, "told", 12))
+    process = start(asked_for(world, "told", 12))
     until(lambda: in_training("told"))
     told = time.monotonic()
     process.terminate()
@@ -118,35 +137,35 @@ def test_flow_told_to_stop_saves_and_says_so(world):
     assert (attempt.state, attempt.cause, attempt.counted) == ("failed", "preempted", False)
     assert actions("told") == {"base": "skip", "gdn 4+2": "resume"} and tracked("told") == ["KILLED"]
     assert prefect_state("told") in ("CRASHED", "FAILED")
-    assert end_of(start(asked(world, "told", 12))) == 0
+    assert end_of(start(asked_for(world, "told", 12))) == 0
     assert actions("told") == DONE and tracked("told") == ["KILLED", "FINISHED"]
 
 
 def test_flow_killed_another_takes_over_when_its_claim_expires(world):
-    process = start(asked(world, "killed flow", 13))
+    process = start(asked_for(world, "killed flow", 13))
     until(lambda: in_training("killed flow"))
     orphans = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
     assert actions("killed flow")["gdn 4+2"] == "wait"  # by its claim it may still live
-    assert end_of(start(asked(world, "killed flow", 13))) == 0
+    assert end_of(start(asked_for(world, "killed flow", 13))) == 0
     assert [row.state for row in attempts("killed flow")] == ["lost", "done"]
     assert actions("killed flow") == DONE and tracked("killed flow") == ["KILLED", "FINISHED"]
     assert not [p for p in orphans if p.is_running() and p.name().startswith("ray::Worker")]
 
 
 def test_ray_killed_under_the_flow(world):
-    process = start(asked(world, "ray", 14))
+    process = start(asked_for(world, "ray", 14))
     until(lambda: in_training("ray"))
     child(process, "raylet").kill()
     end_of(process)
     assert actions("ray")["gdn 4+2"] in ("resume", "wait", "skip")
-    assert end_of(start(asked(world, "ray", 14))) == 0
+    assert end_of(start(asked_for(world, "ray", 14))) == 0
     assert actions("ray") == DONE and tracked("ray")[-1] == "FINISHED" and "RUNNING" not in tracked("ray")
 
 
 def test_prefect_and_mlflow_servers_restarted_under_the_flow(world, services_up):
-    process = start(asked(world, "servers", 15))
+    process = start(asked_for(world, "servers", 15))
     until(lambda: in_training("servers"))
     for name in ("prefect", "mlflow"):
         services._stop(services.records()[name])
@@ -160,7 +179,7 @@ def test_prefect_and_mlflow_servers_restarted_under_the_flow(world, services_up)
 def test_prefect_worker_killed_the_flow_lives_on(world):
     from prefect.deployments import run_deployment
 
-    run_deployment("sweep/ablation", parameters=asked(world, "worker", 16), timeout=0)
+    run_deployment("sweep/ablation", parameters=asked_for(world, "worker", 16), timeout=0)
     until(lambda: in_training("worker"))
     os.kill(services.records()["worker"].pid, signal.SIGKILL)
     until(lambda: bool(attempts("worker")) and attempts("worker")[-1].state == "done")
@@ -168,3 +187,73 @@ def test_prefect_worker_killed_the_flow_lives_on(world):
     assert actions("worker") == DONE and tracked("worker") == ["FINISHED"]
     services.up(obtain_model=False)
     assert services.records()["worker"].alive
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB for the attempts' folders."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a small file system here")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_disk_full_in_training_the_next_run_goes_on_once_there_is_room(world, small_disk):
+    asked = asked_for(world, "disk", 17)
+    process = start(asked, GOLINEAR_BLOBS=str(small_disk))
+    until(lambda: in_training("disk"))
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "somebody else's").write_bytes(b"x" * (free - 8192))
+    assert end_of(process) != 0
+    (attempt,) = attempts("disk")
+    assert (attempt.state, attempt.cause) == ("failed", "disk") and "space" in attempt.reason
+    assert actions("disk") == {"base": "skip", "gdn 4+2": "resume"} and tracked("disk") == ["FAILED"]
+    assert prefect_state("disk") == "FAILED"
+    (small_disk / "somebody else's").unlink()
+    assert end_of(start(asked, GOLINEAR_BLOBS=str(small_disk))) == 0
+    assert actions("disk") == DONE and tracked("disk") == ["FAILED", "FINISHED"]
+
+
+def test_hub_busy_while_the_weights_are_fetched(world, tmp_path):
+    busy = threading.Event()
+    with hub({}, models={"tiny/model": Path(world.model)}, busy=busy) as there:
+        names = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET")
+        environment = {**{name: there[name] for name in names}, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        process = start(asked_for(world, "hub", 18, models="tiny/model", tokens=256), **environment)
+        until(lambda: bool(base_attempts("hub")))
+        busy.set()
+        until(lambda: base_attempts("hub")[0].state == "failed")
+        busy.clear()
+        assert end_of(process) == 0
+    assert [(row.state, row.cause) for row in base_attempts("hub")] == [("failed", "network"), ("done", "")]
+    assert "429" in base_attempts("hub")[0].reason + base_attempts("hub")[0].traceback
+    assert [row.state for row in attempts("hub")] == ["done"] and tracked("hub") == ["FINISHED"]
+    assert prefect_state("hub") == "COMPLETED"
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Ray cluster on loopback: a head that takes no work and two nodes of one CPU."""
+    monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # or it would leave loopback
+    from ray.cluster_utils import Cluster
+
+    here = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**here, "num_cpus": 0})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, **here)
+    yield cluster
+    cluster.shutdown()
+
+
+def test_node_lost_its_cell_goes_on_on_another(world, two_nodes):
+    environment = {"RAY_ADDRESS": two_nodes.address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    process = start(asked_for(world, "node", 19, workers=1), **environment)
+    until(lambda: in_training("node"))
+    workers = {p.ppid() for p in psutil.process_iter(["name"]) if p.info["name"].startswith("ray::Worker")}
+    (lost,) = [n for n in two_nodes.list_all_nodes() if n.all_processes["raylet"][0].process.pid in workers]
+    two_nodes.remove_node(lost, allow_graceful=False)
+    assert end_of(process) == 0
+    assert [(row.state, row.cause) for row in attempts("node")] == [("failed", "preempted"), ("done", "")]
+    assert actions("node") == DONE and tracked("node") == ["KILLED", "FINISHED"]
+    assert prefect_state("node") == "COMPLETED"
