@@ -22,6 +22,7 @@ from torch import Tensor
 from linear_core.adaptation import set_lora
 from linear_core.attention import LinearizedAttention
 from linear_core.convert import attention_modules, base_attention
+from linear_core.evaluate.tasks import MOST_DIAGNOSED
 from linear_core.layout import make_layout
 from linear_core.recipe import Recipe, share_of_layers
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from linear_core.data import TokenData
 
-MOST_TOKENS = 2048  # of a sequence: the Gram matrix is T × T a head
+MOST_TOKENS = MOST_DIAGNOSED  # of a sequence: the Gram matrix is T × T a head
 NUM_BINS = 40
 CRITERIA = ("keys", "nmse")
 SMOOTH, FLOOR = 16, 1e-5  # tokens of a running mean; the smallest nMSE that a figure shows
@@ -113,6 +114,17 @@ class Diagnostics:
         order = sorted(range(len(self.layers)), key=lambda i: (-values[i], self.layers[i]))
         return tuple(sorted(self.layers[i] for i in order[: share_of_layers(share, len(self.layers))]))
 
+    def map(self) -> dict[str, Any]:
+        """layers [N], positions [P] as (first token, token after the last) in growing bins, nmse [N][P], and by layer
+        concentration, residual and hardness: what a heat map and a table need, small enough to keep with a score."""
+        assert self.position_nmse is not None
+        length = len(self.position_nmse[0])
+        edges = sorted({n for k in range(12) for n in (2**k, 3 * 2 ** (k - 1) if k else 1) if n <= length} | {length + 1})
+        bins = list(itertools.pairwise(edges))
+        rows = [[_rounded(sum(row[a - 1 : b - 1]) / (b - a)) for a, b in bins] for row in self.position_nmse]
+        by_layer = {name: [_rounded(x) for x in getattr(self, name)] for name in ("concentration", "residual", "hardness")}
+        return {"layers": self.layers, "positions": bins, "nmse": rows, **by_layer}
+
     def save(self, folder: Path) -> None:
         """layers.csv, positions.csv, bins.csv and diagnostics.json."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,6 +143,10 @@ class Diagnostics:
         flat = ((kind, *row.values()) for kind, found in self.bins.items() for row in found)
         _write(folder / "bins.csv", ("by", "centre", "nmse", "tokens"), flat)
         (folder / "diagnostics.json").write_text(json.dumps(vars(self)))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 def _write(path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
+from linear_core.device import nvidia_gpus
 from linear_core.evaluate.scores import TaskSpec
 from linear_core.models import Shape
 from linear_core.recipe import Recipe, parse_layers, share_of_layers
@@ -36,7 +36,7 @@ START_SECONDS = 20.0  # a process, its imports and kernels, once a group
 # documents and mean tokens of a prompt with prefix reuse, for time estimates only
 TASK_TOKENS = {"mmlu": (14042, 112), "lambada_openai": (5153, 85), "hellaswag": (10042, 400), "piqa": (1838, 120),
                "arc_easy": (2376, 160), "arc_challenge": (1172, 180), "winogrande": (1267, 60)}  # fmt: skip
-OWN_PASSES = {"perplexity": 1, "agreement": 2, "attribution": 4}  # forwards over the held-out text
+OWN_PASSES = {"perplexity": 1, "agreement": 2, "attribution": 4, "diagnostics": 2}  # forwards over the held-out text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Machine:
         target = folder or home()
         while not target.exists():
             target = target.parent
-        names, memory = _nvidia_smi()
+        names, memory = nvidia_gpus()
         return cls(
             num_gpus=len(names), gpu=names[0] if names else "", gpu_memory=memory, num_cpus=os.cpu_count() or 1,
             memory=float(psutil.virtual_memory().total), disk_free=float(shutil.disk_usage(target).free),
@@ -91,16 +91,6 @@ class Machine:
             return self.num_cpus * CPU_FLOPS_PER_CORE
         known = next((flops for name, (_, flops) in GPUS.items() if name in self.gpu.lower()), 100e12)
         return known * EFFICIENCY
-
-
-@cache
-def _nvidia_smi() -> tuple[list[str], float]:
-    if shutil.which("nvidia-smi") is None:
-        return [], 0.0
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line] if done.returncode == 0 else []
-    return [name.strip() for name, _ in rows], min((float(mib) * (1 << 20) for _, mib in rows), default=0.0)
 
 
 @lru_cache(maxsize=4096)
@@ -196,6 +186,8 @@ def task_seconds(shape: Shape, task: TaskSpec, machine: Machine) -> float:
     documents, length = TASK_TOKENS.get(task.name, (500, 1024))
     if task.name in OWN_PASSES:
         documents, length = task.limit or 100_000, OWN_PASSES[task.name]
+    elif task.name == "latency":
+        documents, length = 4 * 8, task.length or 0  # prefills of eight prompts
     elif task.length:
         documents, length = min(500, task.limit or 500), task.length
     elif task.limit:

@@ -183,7 +183,7 @@ def _lines(table: Table, rows: Sequence[Row]) -> dict[str, list[Row]]:
 def cost(table: Table) -> Drawing:
     """Quality against what decoding costs: bytes of cache, and tokens a second where they were measured."""
     name, title = "cost", "Quality against memory and speed of decoding"
-    asked = [c for c in measures(table) if c.higher_is_better and c.spec.name != "latency"]
+    asked = [c for c in measures(table) if c.higher_is_better]
     bases = [row for row in table.rows if row.is_base]
     columns = [c for c in asked if all(has(base, c) for base in bases)]
     found = {row.setting: quality(row, columns) for row in table.rows}

@@ -53,8 +53,8 @@ class Effect:
 
 
 def measures(table: Table) -> list[Column]:
-    """Columns that base models were asked for as well: what a setting can win or lose."""
-    return [c for c in table.columns if any(c in row.entries for row in table.rows if row.is_base)]
+    """Columns of quality that base models were asked for as well: what a setting can win or lose."""
+    return [c for c in table.columns if c.is_quality and any(c in row.entries for row in table.rows if row.is_base)]
 
 
 def verdicts(table: Table) -> list[Verdict]:

@@ -33,6 +33,7 @@ RULER_8 = ",".join(
     f"{task}@4096"
     for task in ("niah_multikey_1", "niah_multiquery", "niah_multivalue", "cwe", "fwe", "qa_hotpot", "qa_squad", "vt")
 )
+LATENCIES = ",".join(f"latency@{length}" for length in (2048, 4096, 8192, 16384, 32768))
 
 
 def ablation(
@@ -188,9 +189,16 @@ def figure5(models: Words = PAPER_8B, **axes: Any) -> Sweep:
     return _published("figure5", models, axes, **own, tasks="mmlu,lambada_openai")
 
 
+def latency(models: Words = "llama3.1-8b", **axes: Any) -> Sweep:
+    """Prefill and decoding speed and cache by length, 2K to 32K, against full attention (published figure 2a)."""
+    train = axes.pop("train", None) or TrainSettings(tokens=4096, warmup_steps=0)  # one step: speed needs no training
+    own = {"mechanisms": "gla,gdn,hedgehog", "seeds": (1,), "train": train, "tasks": LATENCIES}
+    return _published("latency", models, axes, **own)
+
+
 def diagnostics(models: Words = PAPER_8B, **axes: Any) -> Sweep:
-    """The cells whose attention errors figures 2b, 2c and 3 show: gla and gdn, pure and at 56+8; one seed."""
-    own = {"mechanisms": "gla,gdn", "budgets": "0+0,56+8", "seeds": (1,), "tasks": "perplexity"}
+    """Attention error by layer and token, key concentration, residual: gla and gdn, pure and at 56+8 (figures 2b, 2c, 3)."""
+    own = {"mechanisms": "gla,gdn", "budgets": "0+0,56+8", "seeds": (1,), "tasks": "diagnostics@2048:65536,perplexity"}
     return _published("diagnostics", models, axes, **own)
 
 
@@ -211,6 +219,6 @@ def past_paper(models: Words = "smollm2-135m", **axes: Any) -> Sweep:
 
 GRIDS: dict[str, Callable[..., Sweep]] = {
     "ablation": ablation, "table1": table1, "table2": table2, "table3": table3, "table4": table4, "table8": table8,
-    "table9": table9, "table10": table10, "scaling": scaling, "figure5": figure5, "diagnostics": diagnostics,
-    "past-paper": past_paper,
+    "table9": table9, "table10": table10, "scaling": scaling, "figure5": figure5, "latency": latency,
+    "diagnostics": diagnostics, "past-paper": past_paper,
 }  # fmt: skip

@@ -43,8 +43,11 @@ def unpack(text: str) -> np.ndarray:
     return np.frombuffer(raw, "<f4").astype(float)
 
 
-def kept(score: Score) -> dict[str, str]:
-    """What the store keeps of a score's details: the values of a task's main metric, and which items they are of."""
+def kept(score: Score) -> dict[str, Any]:
+    """What the store keeps of a score's details: the values of a task's main metric, and which items they are of; of
+    diagnostics the errors by layer and token."""
+    if "map" in score.details:
+        return {"map": score.details["map"]}
     task = TASKS.get(score.task.name)
     values, names = score.details.get("values"), score.details.get("items")
     if task is None or score.metric != task.metrics[0] or score.value is None or not values or not names:

@@ -114,7 +114,7 @@ def tasks(value: Any, *, limit: Any = None, lengths: Any = None, seed: int = 0) 
 
     One task is ``name[@length][:limit]``; a name may be a group (``paper``, ``ruler``). ``limit`` is a number for all
     tasks without their own, or a mapping or comma list ``lambada_openai=40,niah_single_1=8``; ``lengths`` multiplies
-    the RULER tasks that name no length of their own.
+    the RULER tasks and latency that name no length of their own.
     Which names exist is checked by ``linear_core.evaluate.run.check_task``. Raises ValueError with the right spelling.
     """
     if value is None or value == "" or value == [] or value == ():
@@ -131,9 +131,10 @@ def tasks(value: Any, *, limit: Any = None, lengths: Any = None, seed: int = 0) 
         name, length, own = match[1], match[2], match[3]
         count = tokens(own, f"limit of task {word!r}") if own else limits.get(name, default)
         for task in GROUPS.get(name, (name,)):
-            ruler = task in TASKS and TASKS[task].kind == "ruler"
-            spans: list[int | None] = [_length(length)] if length else [*all_lengths] if ruler else []
-            specs += [TaskSpec(name=task, limit=count, length=span, seed=seed) for span in spans or [None]]
+            kind = TASKS[task].kind if task in TASKS else ""
+            spans: list[int | None] = [_length(length)] if length else [*all_lengths] if kind in ("ruler", "speed") else []
+            asked = count if own or kind != "speed" else None  # a limit for all is of items; speed has none
+            specs += [TaskSpec(name=task, limit=asked, length=span, seed=seed) for span in spans or [None]]
     return tuple(dict.fromkeys(specs))
 
 

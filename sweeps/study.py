@@ -77,6 +77,7 @@ def of_sweep(store: Store, sweep: Sweep, sweep_id: str = "") -> Study:
         left_out=sweep.left_out, failures=failures,
         curves={key: curve for key in labels if key in origin and (curve := _curve(store, key))},
         versions=_versions(origin.values()), made=linear_core.__version__,
+        maps={key: score.details["map"] for key, _, score in queries.scores_of(store, list(labels)) if "map" in score.details},
     )  # fmt: skip
 
 
@@ -96,6 +97,7 @@ def join(studies: Sequence[Study]) -> Study:
         failures=tuple(failures.values()),
         curves={key: curve for study in studies for key, curve in study.curves.items()},
         versions={key: found for study in studies for key, found in study.versions.items()},
+        maps={key: found for study in studies for key, found in study.maps.items()},
         made=", ".join(dict.fromkeys(study.made for study in studies)),
     )  # fmt: skip
 
@@ -108,7 +110,8 @@ def to_json(study: Study) -> str:
     parts = {"format": FORMAT, "made": study.made, **made, "name": study.name, "sweeps": study.sweeps,
              "left_out": study.left_out, "failures": study.failures, "versions": study.versions,
              "cells": study.cells, "scores": [_without(row, (), empty=True) for row in scores],
-             "curves": [{"key": key, **curve} for key, curve in study.curves.items()]}  # fmt: skip
+             "curves": [{"key": key, **curve} for key, curve in study.curves.items()],
+             "maps": [{"key": key, **found} for key, found in study.maps.items()]}  # fmt: skip
     return "{\n" + ",\n".join(f"{_dumps(name)}: {_lines(value)}" for name, value in parts.items()) + "\n}\n"
 
 
@@ -130,6 +133,7 @@ def from_json(text: str, name: str = "the file") -> Study:
         name=found["name"], data=tables.from_records(rows), sweeps=tuple(found["sweeps"]), curves=curves,
         left_out=tuple((a, b) for a, b in found["left_out"]), failures=tuple(found["failures"]),
         versions=found["versions"], made=found["made"],
+        maps={each["key"]: _without(each, ("key",)) for each in found["maps"]},
     )  # fmt: skip
 
 

@@ -71,7 +71,9 @@ class Sweep:
 
 
 def applies(task: TaskSpec, cell: Cell) -> bool:
-    """Whether a task asks anything of a cell: attribution needs a state to attribute to."""
+    """Whether a task asks anything of a cell: attribution needs a state to attribute to, diagnostics a linearized layer."""
+    if task.name == "diagnostics":
+        return not cell.is_base
     return task.name != "attribution" or cell.recipe.mechanism not in ("softmax", "none")
 
 

@@ -30,7 +30,8 @@ WHOLE = ("seed", "length", "limit", "shots", "task_seed", "samples", "tokens", "
          "warmup_steps", "base_parameters", "new_parameters", "cache_bytes", "gpus", "window", "sinks", "lora_rank", "lora_alpha",
          "conv_kernel")  # fmt: skip
 PER_CENT = ("acc", "acc_norm", "top1")  # shares of items, shown in per cent; all other metrics as they are
-HIGHER = (*PER_CENT, "state_nats")  # what the state saves; of every other metric (perplexities, kl) less is better
+HIGHER = (*PER_CENT, "state_nats", "tokens_per_s", "prefill_tokens_per_s")  # of every other metric (kl, …) less is better
+NO_QUALITY = ("attribution", "diagnostics", "latency")  # tasks that say how a model works, not how well
 
 
 def frame(store: Store, sweep: Sweep) -> pd.DataFrame:
@@ -169,6 +170,10 @@ class Column:
     @property
     def higher_is_better(self) -> bool:
         return self.metric.split(".")[0] in HIGHER
+
+    @property
+    def is_quality(self) -> bool:
+        return self.spec.name not in NO_QUALITY
 
     @property
     def scale(self) -> float:
@@ -344,7 +349,7 @@ def _against(row: Row, base: Row | None) -> Row:
             note = "measured, but not shown until its base model is"
             entries[column] = Entry(published=entry.published, note=note)
         else:
-            kept = 100 * entry.value / reference if reference and column.higher_is_better else None
+            kept = 100 * entry.value / reference if reference and column.higher_is_better and column.is_quality else None
             entries[column] = replace(entry, gap=entry.value - reference, kept=kept)
     return replace(row, entries=entries)
 

@@ -86,7 +86,7 @@ def _gap(entry: Entry) -> str:
 def _kept(table: Table) -> Grid:
     """Per cent of the base model's value that is kept, and the mean over all columns that have one."""
     made = _entries(table, lambda entry, column: "" if entry.kept is None else f"{entry.kept:.1f} %")
-    shown = [i for i, column in enumerate(table.columns) if column.higher_is_better]
+    shown = [i for i, column in enumerate(table.columns) if column.higher_is_better and column.is_quality]
     body = []
     for row, texts in zip(table.rows, made.body):
         kept = [row.entries[c].kept for c in (table.columns[i] for i in shown) if c in row.entries]

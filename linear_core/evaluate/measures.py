@@ -29,7 +29,8 @@ def score_windows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: TaskSpec, base: Any,
     switches: dict[str, Any] | None,
 ) -> list[Measured]:  # fmt: skip
-    """Perplexity (exp of the mean negative log-likelihood a token) or agreement with the base, on held-out windows."""
+    """Perplexity (exp of the mean negative log-likelihood a token), agreement with the base, attribution or diagnostics,
+    on held-out windows."""
     import torch
 
     from linear_core.evaluate import windows as w
@@ -37,6 +38,8 @@ def score_windows(
 
     if task.name == "attribution" and (reason := refusal(model)):
         raise DataError(reason)
+    if task.name == "diagnostics" and not hasattr(model, "recipe"):
+        raise DataError("diagnostics measures the error of a linearized model; the base has none")
     try:
         with redirect():
             windows = w.heldout_windows(task, tokenizer)
@@ -66,8 +69,37 @@ def score_windows(
         found = variants(half)
         by_path = over(lambda own: tuple(w.token_losses(model, own, switches) for switches in found.values()))
         return [measured(*row) for row in _paths(dict(zip(found, by_path)), half)]
+    if task.name == "diagnostics":
+        return _diagnosed(model, windows)
     same, kl = over(lambda own: w.agreement(model, w.base_reference(model, own, base), own, switches))
     return [measured("top1", same, *w.mean_of(same)), measured("kl", kl, *w.mean_of(kl))]
+
+
+def _diagnosed(model: PreTrainedModel, windows: Any) -> list[Measured]:
+    """Mean nMSE, key concentration and projection residual over layers; ``details["map"]``: nMSE by layer and token."""
+    from linear_core.diagnostics import diagnose
+
+    found = diagnose(model, windows.tokens)
+    assert found.nmse is not None
+    details = {"map": found.map(), "bins": found.bins, "windows": windows.key}
+    means = {"nmse": found.nmse, "concentration": found.concentration, "residual": found.residual}
+    return [
+        Measured(name, math.fsum(values) / len(values), None, found.tokens, (), details if name == "nmse" else {})
+        for name, values in means.items()
+    ]
+
+
+def score_speed(model: PreTrainedModel, task: TaskSpec) -> list[Measured]:
+    """Prefill and decoding by the clock; a missing score when the prompt does not fit."""
+    from linear_core.device import nvidia_gpus
+    from linear_core.evaluate.latency import OutOfRoom, score_latency
+
+    if nvidia_gpus()[0] and model.device.type == "cpu":
+        raise DataError("this machine has a GPU and the model is on the CPU: its speed would be taken for the GPU's")
+    try:
+        return score_latency(model, task)
+    except OutOfRoom as error:
+        raise DataError(str(error)) from error
 
 
 def _paths(losses: dict[str, Tensor], half: int) -> Iterator[tuple[str, Tensor, float, float | None]]:

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from linear_core.device import device_name
 from linear_core.evaluate.scores import TaskSpec
 from linear_core.evaluate.tasks import TASKS, Task
 
@@ -49,6 +50,8 @@ def data_source(task: TaskSpec) -> tuple[str, bool, str]:
     most, once a process. Raises ValueError for an unreadable ``GOLINEAR_DATA``.
     """
     known = TASKS[task.name]
+    if known.kind == "speed":
+        return f"random tokens, seed {task.seed}, on {device_name()}", True, ""
     generated = f"generated, seed {task.seed}" if known.kind == "ruler" else ""
     if not known.files and not known.hub:
         return generated, True, ""

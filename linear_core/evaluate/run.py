@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 def harness_version(task: TaskSpec) -> str:
     """What scores a task, with its version: part of a score's identity."""
     own = f"golinear {linear_core.__version__}"
-    return own if TASKS[task.name].kind == "own" else f"lm-eval {version('lm-eval')}"
+    return own if TASKS[task.name].kind in ("own", "speed") else f"lm-eval {version('lm-eval')}"
 
 
 def evaluate_task(
@@ -59,14 +59,16 @@ def evaluate_task(
     if not available:
         return missing(reason)
     started = time.monotonic()
-    from linear_core.evaluate.measures import DataError, score_harness, score_windows
+    from linear_core.evaluate.measures import DataError, score_harness, score_speed, score_windows
 
     if switches and not hasattr(model, "recipe"):
         raise ValueError(f"switches {sorted(switches)} need a linearized model, not {type(model).__name__}")
     if device is not None:
         model.to(device)
     try:
-        if known.kind == "own":
+        if known.kind == "speed":
+            results = score_speed(model, task)
+        elif known.kind == "own":
             results = score_windows(model, tokenizer, task, base_model_or_reference, switches)
         else:
             results = score_harness(model, tokenizer, task, batch_size, switches)
@@ -107,7 +109,7 @@ def flags(task: Task, result: Measured) -> tuple[str, ...]:
     values = set(result.values)
     if not math.isfinite(result.value):
         found.append("non-finite")
-    if task.kind == "own":  # a base agrees with itself everywhere
+    if task.kind in ("own", "speed"):  # a base agrees with itself everywhere
         return tuple(found)
     if len(result.values) > 1 and values == {0.0}:
         found.append("all-zero")

@@ -1,7 +1,7 @@
 """What can be measured: one line a task, as data. Imports no torch, no lm-eval, no datasets.
 
 A task is scored by lm-eval's own definition (``folder`` is where its YAML lies inside lm_eval/tasks) or, for
-``perplexity``, ``agreement`` and ``attribution``, by ``linear_core.evaluate.windows``.
+``perplexity``, ``agreement``, ``attribution`` and ``diagnostics``, on ``linear_core.evaluate.windows``; ``latency`` by the clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Task:
     """
 
     name: str
-    kind: str  # own, harness, ruler
+    kind: str  # own, harness, ruler, speed
     harness: str = ""  # lm-eval's task or group name
     folder: str = ""
     shots: int = 0
@@ -59,6 +59,9 @@ TASKS: dict[str, Task] = {
              hub="EleutherAI/wikitext_document_level"),
         Task(name="attribution", kind="own", metrics=("state_nats", "exact", "linear", "frozen"),
              files=("heldout_text.jsonl.gz",), hub="EleutherAI/wikitext_document_level"),
+        Task(name="diagnostics", kind="own", metrics=("nmse", "concentration", "residual"),
+             files=("heldout_text.jsonl.gz",), hub="EleutherAI/wikitext_document_level"),
+        Task(name="latency", kind="speed", metrics=("tokens_per_s", "prefill_tokens_per_s", "cache_mib")),
         Task(name="lambada_openai", kind="harness", harness="lambada_openai", folder="lambada",
              metrics=("acc", "perplexity"), files=("lambada_test.jsonl.gz",), hub="EleutherAI/lambada_openai",
              published="lambada_openai"),
@@ -102,6 +105,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ruler": RULER, "ruler_paper": RULER_PAPER, "s_niah": S_NIAH, "reasoning": REASONING,
     "paper": ("mmlu", "lambada_openai", *REASONING),
 }  # fmt: skip
+MOST_DIAGNOSED = 2048  # tokens of a diagnosed window: the Gram matrix of its keys is T × T a head
 DEFAULT_WINDOW = 512  # tokens of a perplexity or agreement window when the task names no length
 
 
@@ -119,6 +123,11 @@ def check_task(task: TaskSpec) -> None:
             raise ValueError(f"{task.name} has no shots; leave shots out")
         if min(task.length or DEFAULT_WINDOW, task.limit or DEFAULT_WINDOW) < 2:
             raise ValueError(f"{task.name}: limit and length count tokens and must be at least 2")
+        if task.name == "diagnostics" and (task.length or 0) > MOST_DIAGNOSED:
+            raise ValueError(f"diagnostics takes windows of at most {MOST_DIAGNOSED} tokens, not {task.length}")
+    elif known.kind == "speed":
+        if task.length is None or task.limit is not None or task.shots:
+            raise ValueError("latency takes a length in tokens and nothing else: write latency@2048")
     elif known.kind == "ruler":
         if task.length is None:
             raise ValueError(f"{task.name} needs a prompt length in tokens, e.g. length 4096")
@@ -127,7 +136,8 @@ def check_task(task: TaskSpec) -> None:
         if task.shots:
             raise ValueError(f"{task.name} has no shots of its own choosing; leave shots out")
     elif task.length is not None:
-        raise ValueError(f"{task.name} has no length; only RULER tasks, perplexity, agreement and attribution take one")
+        allowed = "RULER tasks, latency, perplexity, agreement, attribution and diagnostics"
+        raise ValueError(f"{task.name} has no length; only {allowed} take one")
 
 
 def sample_items(sizes: Mapping[str, int], limit: int | None, seed: int) -> dict[str, list[int]]:

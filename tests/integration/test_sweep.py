@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from prefect.settings import PREFECT_API_URL
 
-from sweeps import queries, schema, tables
+from sweeps import queries, schema, study, tables
 from sweeps.home import home
 from sweeps.request import build
 from sweeps.store import Store
@@ -57,12 +57,14 @@ def runs(name: str) -> dict[str, list[Any]]:
 
 
 def test_two_cells_end_to_end_and_again(world):
-    state = run(**request(world, "two"))
+    asked = request(world, "two", tasks=f"{TASKS},diagnostics@64:256,latency@32")
+    state = run(**asked)
     assert state.is_completed(), state.message
     store = Store()
     frame = tables.frame(store, queries.load_sweep(store, "two")[1])
     measured = frame[frame.status == "measured"]
-    assert set(measured.task) == {"perplexity", "agreement"}
+    assert set(measured.task) == {"perplexity", "agreement", "diagnostics@64", "latency@32"}
+    assert set(measured[measured.task == "latency@32"].key) == set(measured.key), "the base model's speed as well"
     assert measured.key.nunique() == 3
 
     tracked = runs("two")
@@ -80,13 +82,15 @@ def test_two_cells_end_to_end_and_again(world):
     assert parent.info.status == "FINISHED" and "gdn 4+2" in parent.data.tags["mlflow.note.content"]
     reported = {file.path for file in prepare("ablation").client.list_artifacts(parent.info.run_id, "report")}
     assert reported == {"report/index.html", "report/study.json"}
+    found = study.from_store(store, "two")
+    assert [len(errors["nmse"]) for errors in found.maps.values()] == [2, 2], "layers"
     page = home() / "reports" / queries.load_sweep(store, "two")[0] / "index.html"
     assert "gdn 4+2</strong>" in page.read_text() or "gla 4+0</strong>" in page.read_text()
     filters = {"artifacts": {"key": {"any_": ["report"]}}}
     made = httpx.post(f"{PREFECT_API_URL.value()}/artifacts/filter", json=filters, timeout=20).json()
     assert any("MLflow" in found["data"] or str(page) in found["data"] for found in made)
 
-    again = run(**request(world, "two"))
+    again = run(**asked)
     assert again.is_completed() and "3 were done before" in again.message
     assert len(runs("two")["gdn"]) == 1
 
@@ -97,7 +101,7 @@ def test_two_cells_end_to_end_and_again(world):
         "gla 4+0": "skip",
         "gdn 4+2": "run",
     }
-    assert run(**request(world, "two")).is_completed()
+    assert run(**asked).is_completed()
     assert len(runs("two")["gdn"]) == 2 and len(runs("two")["gla"]) == 1
 
 
