@@ -334,7 +334,7 @@ def errors(study: Study) -> Drawing:
 def curves(study: Study) -> Drawing:
     """Training loss over tokens, a line a cell, a panel a base model and mechanism."""
     name, title = "training", "Training curves"
-    cells = [cell for cell in study.cells if not cell["is_base"]]
+    cells = [cell for cell in study.cells if cell["new_parameters"]]
     there = [cell for cell in cells if study.curves.get(cell["key"], {}).get("loss")]
     if not there:
         return Drawing(name=name, title=title, lacks=("no cell has a training curve",))
@@ -354,7 +354,7 @@ def curves(study: Study) -> Drawing:
             axis.plot(curve["tokens_seen"], curve["loss"], color=colour, linewidth=1, marker=looks.of(row)[1], markersize=3.5,
                       markevery=(position % 8, max(1, len(curve["loss"]) // 8)), label=_rest(row, mechanism))  # fmt: skip
         several = len({base for base, _ in shown}) > 1
-        axis.set(title=f"{base} {mechanism}".strip() if several or not mechanism else mechanism, xlabel="training tokens")
+        axis.set(title=f"{base} {mechanism}".strip() if several else mechanism, xlabel="training tokens")
         axis.xaxis.set_major_formatter(short)
     for axis in axes[::ACROSS]:
         axis.set_ylabel("loss, nats a token")

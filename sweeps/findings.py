@@ -33,6 +33,7 @@ class Verdict:
     lead: Difference | None  # best − second
     behind: tuple[Row, ...]  # settings that are significantly worse than the best
     level: tuple[Row, ...]  # those that cannot be told from it
+    tied: tuple[Row, ...] = ()  # those of them with the very same value
 
     @property
     def is_clear(self) -> bool:
@@ -75,8 +76,9 @@ def _verdict(base: Row, column: Column, ranked: Sequence[Row]) -> Verdict:
     behind = tuple(row for row in ranked[1:] if (d := leads[row.setting]) is not None and d.real)
     level = tuple(row for row in ranked[1:] if row not in behind)
     reference = base.samples.get(column, ())
+    tied = tuple(row for row in level if row.entries[column].value == best.entries[column].value)
     return Verdict(
-        base=base.base, column=column, best=best, value=best.entries[column].value or 0.0, behind=behind, level=level,
+        tied=tied, base=base.base, column=column, best=best, value=best.entries[column].value or 0.0, behind=behind, level=level,
         gap=difference(reference, best.samples[column], column) if reference else None,
         second=ranked[1] if len(ranked) > 1 else None, lead=leads[ranked[1].setting] if len(ranked) > 1 else None,
     )  # fmt: skip
@@ -117,17 +119,17 @@ def _winner(base: str, found: Sequence[Verdict]) -> str:
         for row in (verdict.best, *verdict.level):
             unbeaten[row.setting] += 1
             names[row.setting] = row.recipe
-        first[verdict.best.setting] += 1
+        first.update(row.setting for row in (verdict.best, *verdict.tied))
         clear[verdict.best.setting] += verdict.is_clear
     order = sorted(unbeaten, key=lambda setting: (-unbeaten[setting], -clear[setting], -first[setting]))
     top, many = order[0], len(found)
     text = f"**{base}**: **{names[top]}** has the best score on {first[top]} of {_count(many, 'measure')}"
-    text += f", on {clear[top]} of them significantly ahead of every other setting" if first[top] else ""
+    text += f", on {clear[top] or 'none'} of them significantly ahead of every other setting" if first[top] else ""
     behind = many - unbeaten[top]
     text += f"; it is significantly behind the best on {behind or 'none'}."
     if rivals := [names[s] for s in order[1:] if unbeaten[s] == unbeaten[top]]:
         text += f" As a whole these measurements do not tell it from {_listed(rivals)}."
-    mine = [v for v in found if v.best.setting == top and v.gap is not None]
+    mine = [v for v in found if top in (row.setting for row in (v.best, *v.tied)) and v.gap is not None]
     worse = sum(v.gap is not None and v.gap.real and _is_worse(v.gap.value, v.column) for v in mine)
     if mine:
         text += f" Where it is best it is significantly worse than the base model on {worse or 'none'} of {len(mine)}."
@@ -144,7 +146,11 @@ def sentence(verdict: Verdict) -> str:
     v = verdict
     shown = number(v.value) + (" %" if v.column.scale == 100 else "")
     text = f"**{v.best.recipe}** {'is best at' if v.second else 'reaches'} {shown}"
-    if v.second is not None and v.lead is not None:
+    if v.tied:
+        text = f"**{_listed([v.best.recipe, *(row.recipe for row in v.tied)])}** are level at {shown}"
+        others = [row.recipe for row in v.level if row not in v.tied]
+        text += f"; not told from {_listed(others)}" if others else ""
+    elif v.second is not None and v.lead is not None:
         text += f", {_by(v.lead, v.column, 'ahead of', 'behind')} {v.second.recipe} {_amount(v.lead, v.column)}"
         others = [row.recipe for row in v.level if row is not v.second]
         text += f"; not told from {_listed(others)} either" if others else ""
@@ -165,10 +171,10 @@ def _amount(found: Difference, column: Column) -> str:
     if found.p is None:
         return f"{by}({found.method})"
     verdict = f"{p_text(found.p)}, {'significant' if found.real else 'not significant'}"
-    if found.low is None or found.high is None:
+    if found.low is None or found.high is None or found.low == found.high:
         return f"{by}({verdict})"
     ends = sorted((found.low, found.high)) if found.value >= 0 else sorted((-found.low, -found.high))
-    return f"{by}({' to '.join(number(end).replace('-', '−') for end in ends)}; {verdict})"
+    return f"{by}({' to '.join(map(number, ends))}; {verdict})"
 
 
 def p_text(p: float) -> str:

@@ -356,7 +356,7 @@ def _against(row: Row, base: Row | None) -> Row:
 
 def _mark_best(rows: list[Row], base: str, columns: Sequence[Column]) -> list[Row]:
     """Mark the best cell of a base model in each column where it beats every other by more than chance."""
-    for column in columns:
+    for column in (column for column in columns if column.is_quality):
         ranked = ranking([row for row in rows if row.base_setting == base and not row.is_base], column)
         found = [difference(row.samples[column], ranked[0].samples[column], column) for row in ranked[1:]]
         if found and all(each is not None and each.real for each in found):

@@ -198,7 +198,8 @@ def column_text(column: Column) -> str:
 
 def source_text(column: Column) -> str:
     """Where a column's numbers come from, e.g. ``mmlu: acc of 14042 items; hub cais/mmlu; lm-eval 0.4.13``."""
-    items = "" if column.samples is None else f" of {column.samples} items"
+    unit = "tokens" if column.spec.name in TASKS and TASKS[column.spec.name].kind == "own" else "items"
+    items = "" if column.samples is None else f" of {column.samples:,} {unit}"
     return "; ".join([f"{column.title}: {column.metric}{items}", *filter(None, (column.source, column.harness))])
 
 
@@ -226,7 +227,10 @@ def entry_text(entry: Entry | None, notes: Notes) -> str:
 
 
 def number(value: float) -> str:
-    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.3g}"
+    """Two decimals; three digits of what is large, two of what is small."""
+    size = abs(value)
+    text = f"{value:,.0f}" if size >= 1000 else f"{value:.2f}" if size >= 0.1 or size < 5e-5 else f"{value:.2g}"
+    return text.replace("-", "−") if text.strip("-0.") else text.lstrip("-")
 
 
 def signed(value: float, digits: int = 2) -> str:

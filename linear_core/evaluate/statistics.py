@@ -113,8 +113,8 @@ def compare_repeats(first: Sequence[Sequence[float]], second: Sequence[Sequence[
     difference, variance = float(paired.mean()), sum(part for part, _ in parts)
     if not parts:
         return Comparison(difference=difference, low=-math.inf, high=math.inf, p=1.0, items=items, method="one item")
-    if variance == 0:  # the same on every item and seed
-        p = 1.0 if difference == 0 else 0.0
+    if variance == 0:  # the same difference on every item and seed: how often would a coin fall on one side so often
+        p = 1.0 if difference == 0 else min(1.0, 2.0 ** (1 - items))
         return Comparison(difference=difference, low=difference, high=difference, p=p, items=items, method="no spread")
     freedom = variance**2 / sum(part**2 / free for part, free in parts)
     half = float(student.ppf(0.975, freedom)) * math.sqrt(variance)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
+import yaml
+from sweep_helpers import pinned
 
 from linear_core.evaluate.tasks import check_task
 from linear_core.settings import TrainSettings
 from sweeps import parameters, published
 from sweeps.cost import Machine
 from sweeps.grids import GRIDS, ablation, join, past_paper, table1
-from sweeps.plan import gpu_hours
+from sweeps.plan import gpu_hours, make_plan
 from sweeps.request import build
 from sweeps.sweep import Sweep
 
@@ -110,6 +113,18 @@ def test_every_grid_has_the_cells_of_its_published_table() -> None:
         for task in sweep.tasks:
             check_task(task)
         assert 0 < gpu_hours(sweep, Machine.parse("h200")) < 5, "small on the smallest model"
+
+
+def test_every_grid_plans_for_the_real_models_without_their_weights_and_has_a_deployment(store) -> None:
+    """Weights are elsewhere, so is the machine: every cell is planned to run, with its time and memory."""
+    text = yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())
+    deployed = {d["parameters"]["grid"]: d["name"] for d in text["deployments"] if "grid" in d["parameters"]}
+    assert deployed == {name: name for name in GRIDS}
+    for name in GRIDS:
+        plan = make_plan(pinned(build(name)), store, Machine.parse("8xh200"))
+        assert not plan.refusal and {item.action for item in plan.items} == {"run"}, (name, plan.counts)
+        assert all(item.memory > 0 and item.seconds > 0 for item in plan.items)
+        assert all((len(item.tasks) > 0) for item in plan.items if item.cell.train is not None)
 
 
 def test_grids_take_other_models_axes_and_settings() -> None:
