@@ -29,10 +29,13 @@ def run(
     **request: Any,
 ) -> None:
     """Run a sweep in this process: the same flow as `prefect deployment run sweep/ablation`."""
+    from linear_core import smollm2
     from sweeps import request as requests
     from sweeps import services
 
-    requests.build(grid, **request)  # what is wrong is said before anything starts
+    wanted = requests.build(grid, **request)  # what is wrong is said before anything starts
+    if smollm2.NAME in wanted.bases:
+        services.ensure_smollm2(lambda line: console.print(line, highlight=False))
     os.environ.update(services.environment(services.urls().get("prefect", "")))
     from flows.sweep import sweep
 

