@@ -27,6 +27,8 @@ from linear_core.merge import MERGE_CLASSES, Merge
 from linear_core.models import Shape
 from linear_core.recipe import Recipe
 
+Projected = tuple[Tensor, Tensor, Tensor]  # q [B, T, H, D], k and v [B, T, G, D], normalised and rotated
+
 
 class LinearizedAttention(nn.Module):
     """Mixed in front of a transformers attention class by ``linear_core.convert``; ``install`` adds what is new."""
@@ -91,17 +93,21 @@ class LinearizedAttention(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         layout: Layout,
+        projected: Projected | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """hidden_states: [B, T, C] → (attention output after o_proj [B, T, C], None)."""
+        """hidden_states: [B, T, C] → (attention output after o_proj [B, T, C], None). projected: as in ``mix``."""
         if layout.paths == "base":
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
-        y = self.mix(hidden_states, position_embeddings, layout)
+        y = self.mix(hidden_states, position_embeddings, layout, projected)
         return self.o_proj(y.flatten(-2)), None
 
-    def mix(self, h: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
-        """Everything between the norm and o_proj. h: [B, T, C] → [B, T, H, D]."""
-        q, k, v = self.project(h, position_embeddings)
+    def mix(
+        self, h: Tensor, position_embeddings: tuple[Tensor, Tensor], layout: Layout, projected: Projected | None = None
+    ) -> Tensor:
+        """Everything between the norm and o_proj. h: [B, T, C] → [B, T, H, D]. projected: what ``project`` makes of h,
+        where it is there already (cells of one base share it)."""
+        q, k, v = projected or self.project(h, position_embeddings)
         gate_inputs = self.mechanism.gate_inputs(h) if self.mechanism.num_gate_inputs else None
         q, k, v = layout.gather(q), layout.gather(k), layout.gather(v)
         h = layout.gather(h) if self.merge.needs_hidden else h
@@ -111,7 +117,7 @@ class LinearizedAttention(nn.Module):
         y = self.attend(q, k, v, gate_inputs, h, layout, layer)
         return layout.scatter(y)
 
-    def project(self, h: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, h: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Projected:
         """h: [B, T, C] → q [B, T, H, D], k, v [B, T, G, D], normalised where the family does, rotated."""
         q, k, v = (p(h).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if hasattr(self, "q_norm"):

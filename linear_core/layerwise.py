@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from linear_core.adaptation import set_lora
-from linear_core.attention import LinearizedAttention
+from linear_core.attention import LinearizedAttention, Projected
 from linear_core.convert import attention_modules, base_attention
 from linear_core.objectives import Sequences
 
@@ -52,12 +52,17 @@ class Layerwise:
         losses = [torch.zeros((), device=part.input_ids.device) for _ in models]
 
         def match(index: int, h: Tensor, arguments: dict[str, Any], y: Tensor) -> None:
+            shared: Projected | None = None  # q, k, v of the frozen projections: the same for all cells without LoRA
             with torch.enable_grad():
                 for i, model in enumerate(models):
                     if layers[i][index]:
                         attention = attention_modules(model)[index]
                         set_lora(attention, True)
-                        error = (y.float() - attention(h, **arguments)[0].float()).square().sum()
+                        own = attention.recipe.adaptation == "lora"
+                        if not own and shared is None:
+                            shared = attention.project(h, arguments["position_embeddings"])
+                        ours = attention(h, **arguments, projected=None if own else shared)[0]
+                        error = (y.float() - ours.float()).square().sum()
                         loss = error / (self._variance[index] * part.num_tokens * y.shape[-1])
                         loss.backward()
                         losses[i] += loss.detach() / sum(layers[i])
