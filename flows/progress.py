@@ -29,7 +29,7 @@ class Progress:
         self.tracker, self.store, self.claim, self.run_id = tracker, store, claim, run_id
         self.divergence = divergence
         self._line_at = time.monotonic()
-        self._checkpoint = 0
+        self._checkpoint = self._samples = 0
         self._curve_from = 0  # tokens seen at the first row that this attempt logged
 
     def __call__(self, said: dict[str, Any]) -> None:
@@ -38,6 +38,9 @@ class Progress:
             self.tracker.log_curve(self.run_id, rows)
             if self.divergence:
                 self.divergence.see(rows)
+        if system := said.get("system"):
+            self._samples += 1
+            self.tracker.log_system(self.run_id, system, step=self._samples)
         if (saved := said.get("checkpoint_tokens") or 0) > self._checkpoint:
             self._checkpoint = saved
             self.store.note(self.claim, tokens=saved)

@@ -237,7 +237,10 @@ class Runner:
             return Outcome(label, DONE, "done by another sweep")
         item = still
         tags = {**self.links, "attempt": str(claim.attempt)}
-        run_id = self.tracker.start_cell(self.parent, item.cell, sweep_id=self.sweep_id, tags=tags)
+        if self.placement.num_gpus:
+            tags["hardware"] = self.machine.gpu
+        sources = [(task, self.sweep.source_of(task).source) for task, _ in item.tasks]
+        run_id = self.tracker.start_cell(self.parent, item.cell, sweep_id=self.sweep_id, tags=tags, tasks=sources)
         try:
             self.store.note(claim, tracking_run=run_id)
             with holding(self.store, claim) as lost:

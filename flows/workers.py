@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +22,13 @@ import ray
 from flows.slots import StageFailed
 from linear_core.evaluate.scores import Score, TaskSpec
 from linear_core.outcome import Interrupted
-from sweeps import stages
+from sweeps import stages, system_metrics
 from sweeps.cell import Cell, Placement
 from sweeps.retries import cause_of
 from sweeps.store import Claim, Store
 
 log = logging.getLogger(__name__)
+SAMPLE_SECONDS = 10.0  # between samples of the machine
 MEMORY_SLACK = 64 * 2**20  # bytes that may stay allocated after a cell; more means a fresh process
 
 
@@ -46,6 +48,7 @@ class Worker:
         self._lock = threading.Lock()
         self._progress: dict[str, Any] = {}
         self._folder = Path()
+        self._sampled_at = -SAMPLE_SECONDS
         self._allocated: int | None = None  # bytes on the GPU after the base model was loaded
 
     def convert(self, cell: Cell, claim: Claim) -> dict[str, Any]:
@@ -114,11 +117,14 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def progress(self) -> dict[str, Any]:
-        """What the running stage said last, and ``rows``: the training curve since the last call."""
+        """What the running stage said last, ``rows``: the training curve since the last call, and now and then ``system``."""
         with self._lock:
             said, self._progress = self._progress, {**self._progress, "rows": []}
         if said.get("stage") == "train" and said["rows"]:
             said = {**said, "checkpoint_tokens": _saved_tokens(self._folder)}
+        if said and time.monotonic() - self._sampled_at >= SAMPLE_SECONDS:
+            self._sampled_at = time.monotonic()
+            said = {**said, "system": system_metrics.sample()}
         return said
 
     @ray.method(concurrency_group="control")
@@ -133,6 +139,8 @@ class Worker:
     def _stage(self, name: str, cell: Cell, claim: Claim) -> Iterator[None]:
         """What a stage logs, and the exception it ends with, are kept in the attempt's log. Raises StageFailed."""
         self._progress = {"stage": name, "rows": []}
+        if self._attempt != claim.attempt:
+            self._sampled_at = -SAMPLE_SECONDS
         self._attempt, self._folder = claim.attempt, self.store.folder(claim)
         with stages.log_tail(self._folder):
             log.info("%s %s in process %d", name, cell.label, os.getpid())

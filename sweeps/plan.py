@@ -16,6 +16,7 @@ from linear_core.models import BaseModel, Shape, resolve
 from sweeps import cost, preflight, queries, retries
 from sweeps.cell import Cell, Placement
 from sweeps.cost import GIB, Machine
+from sweeps.home import tracking_uri
 from sweeps.store import Claim, Store
 from sweeps.sweep import Sweep, applies, pin
 from sweeps.weights import why_not_at_hand
@@ -217,6 +218,9 @@ def _refusal(plan: Plan, store_url: str, max_gpu_hours: float | None) -> str:
     """Why the whole plan may not start."""
     if plan.machine.num_nodes > 1 and store_url.startswith("sqlite"):
         return f"{plan.machine.num_nodes} nodes cannot share an SQLite file; set GOLINEAR_DATABASE_URL to a Postgres database"
+    if plan.machine.num_nodes > 1 and tracking_uri().startswith("sqlite"):
+        nodes = f"{plan.machine.num_nodes} nodes"
+        return f"{nodes} and MLflow in an SQLite file; set MLFLOW_TRACKING_URI to a tracking server (golinear up starts one)"
     refused = [item for item in plan.items if item.action == "refuse"]
     if refused and not plan.to_do:
         return f"all {len(refused)} cells that are left are refused: {refused[0].reason}"

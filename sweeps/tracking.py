@@ -13,11 +13,14 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from linear_core.evaluate.scores import Score
+from linear_core.evaluate.scores import Score, TaskSpec
+from sweeps import lineage
 from sweeps.cell import Cell
 from sweeps.home import home, tracking_uri
+from sweeps.provenance import provenance
 
 log = logging.getLogger(__name__)
 MAX_PARAM, MAX_TAG = 6000, 8000  # characters that MLflow keeps; longer values are cut by it without a word
@@ -72,9 +75,11 @@ class Tracker:
     def __init__(self, uri: str, experiment_id: str):
         self.uri, self.experiment_id = uri, experiment_id
         self._client: Any = None
+        self._base_models: dict[str, Any] = {}  # by key of the base model
+        self._base_models_lock = Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"uri": self.uri, "experiment_id": self.experiment_id, "_client": None}
+    def __reduce__(self) -> Any:
+        return Tracker, (self.uri, self.experiment_id)
 
     @property
     def client(self) -> Any:
@@ -97,32 +102,35 @@ class Tracker:
         self.set_tags(run_id, {**(tags or {}), **({"mlflow.note.content": note} if note else {})})
         return run_id
 
-    def start_cell(self, parent: str, cell: Cell, *, sweep_id: str = "", tags: Mapping[str, str] | None = None) -> str:
-        """A child run for one attempt at a cell: every axis a flat parameter, the whole configuration an artifact."""
+    def start_cell(
+        self,
+        parent: str,
+        cell: Cell,
+        *,
+        sweep_id: str = "",
+        tags: Mapping[str, str] | None = None,
+        tasks: Iterable[tuple[TaskSpec, str]] = (),
+    ) -> str:
+        """A child run for one attempt at a cell: every axis a flat parameter, the whole configuration an artifact, commit,
+        lock hash and versions as tags, and what it is made from as inputs (``tasks``: with their data's source)."""
         own = {"kind": "cell", "train_key": cell.train_key, "sweep_id": sweep_id, "mlflow.parentRunId": parent}
-        run_id = self.client.create_run(self.experiment_id, run_name=cell.label, tags=own).info.run_id
+        started = {**own, **_origin(provenance()), **(tags or {})}
+        run_id = self.client.create_run(self.experiment_id, run_name=cell.label, tags=started).info.run_id
         self.log_params(run_id, cell_params(cell))
-        self.set_tags(run_id, tags or {})
         self.client.log_dict(run_id, {"train_key": cell.train_key, "inputs": cell.inputs}, "cell.json")
-        if cell.data:
-            self._log_text_used(run_id, cell.data)
+        with self._base_models_lock:
+            base = cell.base_of().train_key
+            if base not in self._base_models:
+                self._base_models[base] = lineage.base_model(self.client, self.experiment_id, cell)
+        self.client.log_inputs(run_id, datasets=lineage.datasets(cell, tasks), models=[self._base_models[base]])
         return run_id
 
-    def _log_text_used(self, run_id: str, fingerprint: str) -> None:
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
-        kind, _, _ = fingerprint.partition("-")
-        source = json.dumps({"fingerprint": fingerprint})
-        text = Dataset(name="training text", digest=fingerprint[:36], source_type=kind, source=source)
-        self.client.log_inputs(run_id, datasets=[DatasetInput(text, [InputTag("mlflow.data.context", "training")])])
-
-    def log_trained(self, run_id: str, cell: Cell, provenance: Mapping[str, Any]) -> None:
+    def log_trained(self, run_id: str, cell: Cell, found: Mapping[str, Any]) -> None:
         """What training gave: sizes as parameters, where it came from as tags, and the model itself for MLflow's lineage."""
         from mlflow.entities import LoggedModelOutput, LoggedModelStatus
 
-        self.log_params(run_id, {"new_parameters": provenance["new_parameters"]})
-        origin = {name: str(provenance[name]) for name in ("commit", "dirty", "hardware", "environment", "at")}
-        self.set_tags(run_id, origin | {f"version.{name}": text for name, text in provenance["versions"].items()})
+        self.log_params(run_id, {"new_parameters": found["new_parameters"]})
+        self.set_tags(run_id, _origin(found))
         model = self.client.create_logged_model(
             self.experiment_id, name=cell.train_key, source_run_id=run_id, model_type="linearized",
             params={name: str(value) for name, value in cell_params(cell).items()}, tags={"train_key": cell.train_key},
@@ -146,12 +154,24 @@ class Tracker:
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Tags; a text that MLflow would cut ends in an ellipsis and is kept whole as an artifact."""
+        from mlflow.entities import RunTag
+
+        kept = []
         for name, value in tags.items():
             text = str(value)
             if len(text) > MAX_TAG:
                 self.client.log_text(run_id, text, f"tags/{_file(name)}.txt")
                 text = text[: MAX_TAG - 1] + "…"
-            self.client.set_tag(run_id, name, text)
+            kept.append(RunTag(name, text))
+        if kept:
+            self.client.log_batch(run_id, tags=kept)
+
+    def log_system(self, run_id: str, values: Mapping[str, float], *, step: int) -> None:
+        """One sample of the machine (sweeps.system_metrics), for MLflow's page of system metrics."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self.client.log_batch(run_id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
 
     def log_curve(self, run_id: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Training curve: ``train/<name>`` of every finite number in a row, step = tokens seen."""
@@ -223,6 +243,12 @@ class Tracker:
                 self.end(run.info.run_id, "KILLED", "its process died without ending the run; the cell runs again")
                 ended.append(run.info.run_id)
         return ended
+
+
+def _origin(found: Mapping[str, Any]) -> dict[str, str]:
+    """Where a run comes from, as tags: commit, lock hash (of all installed packages), hardware, versions."""
+    origin = {name: str(found[name]) for name in ("commit", "dirty", "hardware", "environment", "at")}
+    return origin | {f"version.{name}": text for name, text in found["versions"].items()}
 
 
 def cell_params(cell: Cell) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_two_cells_end_to_end_and_again(world):
     }  # fmt: skip
     gdn = tracked["gdn"][0]
     assert gdn.data.params["budget"] == "4+2"
-    assert {"eval/perplexity/perplexity", "train/loss"} <= set(gdn.data.metrics)
+    assert {"eval/perplexity/perplexity", "train/loss", "system/cpu_utilization_percentage"} <= set(gdn.data.metrics)
     curve = prepare("ablation").client.get_metric_history(gdn.info.run_id, "train/loss")
     assert [point.step for point in curve] == [128, 256, 384, 512]
     artifacts = {file.path for file in prepare("ablation").client.list_artifacts(gdn.info.run_id)}
@@ -111,6 +111,8 @@ def test_a_failing_cell_is_named_and_the_others_keep_their_scores(world):
     broken = next(cell for cell in pin(build(**asked)).cells if cell.recipe.mechanism == "gla")
     for attempt in range(1, 40):  # its results cannot be written: a folder lies where the file should be
         (store.blobs.root / broken.train_key / str(attempt) / "new_parameters.safetensors").mkdir(parents=True)
+    state = run(**asked, fail_fast=True)
+    assert state.is_failed() and cells("failing")["gdn 4+2"].action == "run", "after a failure none is started"
     state = run(**asked)
     assert state.is_failed()
     assert "1 of 3 cells" in state.message and "gla 4+0" in state.message

@@ -193,3 +193,14 @@ def test_cells_of_a_base_model_that_is_not_as_published_are_refused(store: Store
         queries.forget(store, spec.cells[0].train_key)
     off = score(tasks[0], 0.62)
     assert preflight.flagged(wrong.cells[0], off).flags == ("not as published",) and preflight.flagged(wrong.cells[1], off) == off
+
+
+def test_several_hosts_need_servers(store: Store, sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = dataclasses.replace(SMALL, num_nodes=2)
+    assert "GOLINEAR_DATABASE_URL" in make_plan(sweep, store, two).refusal
+    store.url = "postgresql://host/golinear"  # what the plan looks at
+    assert "MLFLOW_TRACKING_URI" in make_plan(sweep, store, two).refusal
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    assert not make_plan(sweep, store, two).refusal
+    four = make_plan(sweep, store, dataclasses.replace(H200, is_here=True, disk_free=1e12), Placement(num_gpus=0.25))
+    assert not four.refusal and four.gpu_hours == pytest.approx(four.seconds / 3600 / 4)

@@ -17,6 +17,7 @@ from linear_core.evaluate.scores import TaskSpec
 from sweeps import tracking
 from sweeps.grids import ablation
 from sweeps.provenance import provenance
+from sweeps.system_metrics import sample
 from sweeps.tracking import Tracker, metric_name, plain_name
 
 SWEEP = pinned(ablation("smollm2-135m", "gdn", "56+8", "none", "1,2"))
@@ -46,7 +47,9 @@ def test_a_sweep_and_its_cells(shared: Tracker, tmp_path: Path) -> None:
     tracker = pickle.loads(pickle.dumps(shared))
     parent = tracker.start_sweep("ablation", "run-1", tags={"prefect": "http://x"}, note="# table")
     assert tracker.start_sweep("ablation", "run-1") == parent, "a sweep that goes on keeps its run"
-    run_id = tracker.start_cell(parent, CELL, sweep_id="run-1", tags={"url": "http://prefect/run"})
+    run_id = tracker.start_cell(parent, CELL, sweep_id="run-1", tags={"url": "http://prefect/run"},
+                                tasks=[(TaskSpec(name="mmlu"), "mmlu_test sha256:1")])  # fmt: skip
+    tracker.log_system(run_id, sample(), step=1)
     rows = [{"step": i, "tokens_seen": 256 * i, "loss": 3.0 / i, "lr": 1e-3, "grad_norm": math.nan} for i in range(1, 4)]
     tracker.log_curve(run_id, rows)
     task = TaskSpec(name="niah_single_1", length=512)
@@ -62,9 +65,17 @@ def test_a_sweep_and_its_cells(shared: Tracker, tmp_path: Path) -> None:
     assert run.data.params["mechanism"] == "gdn" and run.data.params["budget"] == "56+8"
     assert run.data.params["learning_rate"] == "0.002" and run.data.params["seed"] == "1"
     assert run.data.tags["kind"] == "cell" and run.data.tags["mlflow.parentRunId"] == parent
-    assert run.data.metrics == {"train/loss": 1.0, "train/lr": 1e-3, "eval/niah_single_1 at 512/acc:2c:none": 0.5}
+    system = {name for name in run.data.metrics if name.startswith("system/")}
+    assert system >= {"system/cpu_utilization_percentage", "system/process_memory_megabytes"}
+    assert {k: v for k, v in run.data.metrics.items() if k not in system} == {
+        "train/loss": 1.0, "train/lr": 1e-3, "eval/niah_single_1 at 512/acc:2c:none": 0.5}  # fmt: skip
+    assert {"commit", "environment", "hardware"} <= set(run.data.tags)
     assert [m.step for m in tracker.client.get_metric_history(run_id, "train/loss")] == [256, 512, 768]
     assert run.data.params["new_parameters"] == "726030" and run.data.tags["version.torch"]
+    inputs = {entry.dataset.name: entry.tags[0].value for entry in run.inputs.dataset_inputs}
+    assert inputs == {"training text": "training", "mmlu": "evaluation"}
+    base = tracker.client.get_logged_model(run.inputs.model_inputs[0].model_id)
+    assert (base.name, base.model_type) == (CELL.base_of().train_key, "base")
     assert run.inputs.dataset_inputs[0].dataset.digest == CELL.data
     model = tracker.client.get_logged_model(run.outputs.model_outputs[0].model_id)
     assert (model.name, model.status, model.params["budget"]) == (CELL.train_key, "READY", "56+8")
