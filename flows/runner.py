@@ -22,10 +22,11 @@ from flows.progress import Forgiving, Progress
 from flows.queue import Queue
 from flows.slots import Slot, StageFailed
 from flows.workers import read_tail
+from linear_core.models import resolve
 from sweeps import preflight, priorities, queries, retries
-from sweeps.cell import Placement
+from sweeps.cell import Cell, Placement
 from sweeps.claims import holding
-from sweeps.cost import Machine, throughput_name
+from sweeps.cost import Machine, step_bytes_name, throughput_name, train_memory
 from sweeps.plan import Plan, PlanItem, make_plan
 from sweeps.pruning import Divergence
 from sweeps.store import Claim, ClaimLost, Store, new_holder
@@ -298,6 +299,8 @@ class Runner:
             rate = found.get("training", {}).get("tokens_per_second")
             if rate:
                 queries.measure(self.store, throughput_name(self.machine, cell), float(rate))
+            if step := self._step_bytes(cell, found):
+                queries.measure(self.store, step_bytes_name(self.machine, cell), step)
         if halt.is_set():
             return None
         measured = stage("evaluate", item.tasks, item.train)
@@ -309,6 +312,15 @@ class Runner:
         if not slot.call("settle"):
             slot.close()
         return failed
+
+    def _step_bytes(self, cell: Cell, found: dict[str, Any]) -> float | None:
+        """What a sequence of a finished training took above model and optimiser, for later plans; on a GPU, where it is known."""
+        training = found["training"]
+        whole = training.get("ranks", 1) == 1 and not training.get("activation_checkpointing")
+        if cell.train is None or not self.placement.num_gpus or not training.get("micro_batch") or not whole:
+            return None
+        model = train_memory(resolve(cell.base).shape, cell.recipe, cell.train, self.placement, 0.0)
+        return max(0.0, training["peak_memory"] - model) / training["micro_batch"]
 
     def _lost(self, item: PlanItem, run_id: str, error: ClaimLost) -> Outcome:
         """A person cancelled the cell, or another sweep took it over."""

@@ -144,17 +144,23 @@ def cache_bytes(shape: Shape, recipe: Recipe, length: int, *, bytes_per_value: i
     return linear * (state + exact + tail) + (shape.layers - linear) * full
 
 
-def train_memory(shape: Shape, recipe: Recipe, train: TrainSettings, placement: Placement) -> float:
+def train_memory(
+    shape: Shape, recipe: Recipe, train: TrainSettings, placement: Placement, step_bytes: float | None = None
+) -> float:
     """Peak bytes of a training step: frozen weights, new parameters with gradient and Adam, activations, logits.
 
-    Calibrated on the prototype: LLaMA-3.1-8B, batch 1, T = 4096, no checkpointing: 51 GiB measured, 52 estimated.
+    step_bytes: what the step of one sequence takes above model and optimiser, where that was measured. Else estimated;
+    calibrated on the prototype: LLaMA-3.1-8B, batch 1, T = 4096, no checkpointing: 51 GiB measured, 52 estimated.
     """
     width = 2 if placement.device.startswith("cuda") else 4
     rows = min(train.batch_size, placement.micro_batch or train.batch_size)
+    model = shape.num_parameters * width + new_parameters(shape, recipe) * 16
+    if step_bytes is not None:
+        return model + rows * step_bytes
     tokens = rows * train.sequence_length
     activations = tokens * shape.layers * width * (20 * shape.hidden + 3 * shape.intermediate)
     logits = tokens * shape.vocab * (width + 8)
-    return shape.num_parameters * width + new_parameters(shape, recipe) * 16 + activations + logits
+    return model + activations + logits
 
 
 def minimum_memory(shape: Shape, recipe: Recipe, train: TrainSettings, placement: Placement) -> float:
@@ -163,6 +169,12 @@ def minimum_memory(shape: Shape, recipe: Recipe, train: TrainSettings, placement
     tokens = train.sequence_length
     kept = tokens * width * (shape.layers * shape.hidden + 20 * shape.hidden + 3 * shape.intermediate)
     return shape.num_parameters * width + new_parameters(shape, recipe) * 16 + kept + tokens * shape.vocab * (width + 8)
+
+
+def step_bytes_name(machine: Machine, cell: Cell) -> str:
+    """Name under which the measured bytes of a training step of one sequence are kept, by base model and length."""
+    length = cell.train.sequence_length if cell.train else 0
+    return f"step_bytes/{machine.gpu if machine.num_gpus else 'cpu'}/{cell.base}/{cell.revision}/{length}"
 
 
 def throughput_name(machine: Machine, cell: Cell) -> str:

@@ -189,7 +189,8 @@ class _Decider:
         shape = self.bases[cell.base].shape
         if cell.train is None:
             return shape.num_parameters * (2.0 if self.placement.device.startswith("cuda") else 4.0)
-        return cost.train_memory(shape, cell.recipe, cell.train, self.placement)
+        measured = self.known.measured.get(cost.step_bytes_name(self.machine, cell))
+        return cost.train_memory(shape, cell.recipe, cell.train, self.placement, measured)
 
     def _seconds(self, cell: Cell, train: bool, tasks: Any, resume_tokens: int) -> float:
         shape = self.bases[cell.base].shape

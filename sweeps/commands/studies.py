@@ -53,6 +53,7 @@ def plan(
     max_gpu_hours: float = typer.Option(None, help="refuse what would take more"),
     price: float = typer.Option(None, help="of one GPU for an hour, to be told the cost"),
     accept_base_scores: bool = ACCEPT,
+    probe: bool = typer.Option(False, "--probe", help="first measure the memory of a training step, once a model and length"),
     json: bool = JSON,
     **request: Any,
 ) -> None:
@@ -60,13 +61,18 @@ def plan(
     from sweeps.cost import Machine
     from sweeps.parameters import number
     from sweeps.plan import Placement, make_plan
+    from sweeps.probe import probe as measure_steps
     from sweeps.request import build
     from sweeps.store import Store
+    from sweeps.sweep import pin
 
-    sweep = build(grid, **request)
+    sweep, store = build(grid, **request), Store()
     there = dataclasses.replace(Machine.parse(machine), price=None if price is None else number(price, "price"))
     placement = None if gpus is None else Placement(num_gpus=gpus)
-    made = make_plan(sweep, Store(), there, placement, max_gpu_hours=max_gpu_hours, accept_base_scores=accept_base_scores)
+    if probe:
+        sweep = pin(sweep)
+        measure_steps(sweep, store, there, say)
+    made = make_plan(sweep, store, there, placement, max_gpu_hours=max_gpu_hours, accept_base_scores=accept_base_scores)
     if json:
         typer.echo(made.to_json())
     else:

@@ -13,11 +13,13 @@ import pytest
 import sqlalchemy as sa
 from sweep_helpers import finish, pinned, score
 
+from linear_core.models import resolve
 from sweeps import cost, parameters, preflight, queries, schema
 from sweeps.cell import Cell, Placement
 from sweeps.cost import GIB, Machine
 from sweeps.grids import ablation, scaling, table1
 from sweeps.plan import Plan, make_plan
+from sweeps.probe import probe
 from sweeps.store import Store
 from sweeps.sweep import Sweep
 
@@ -120,8 +122,6 @@ def test_hours_and_price_of_the_paper(store: Store) -> None:
 def test_memory_estimate_is_near_what_was_measured() -> None:
     """field-notes: LLaMA-3.1-8B, batch 1, T = 4096, gdn 56+8 without checkpointing peaked at 51 GiB."""
     cell = pinned(table1("llama3.1-8b", mechanisms="gdn", budgets="56+8")).cells[1]
-    from linear_core.models import resolve
-
     assert cell.train
     estimate = cost.train_memory(resolve("llama3.1-8b").shape, cell.recipe, cell.train, Placement(num_gpus=1))
     assert 45 < estimate / GIB < 60
@@ -204,3 +204,23 @@ def test_several_hosts_need_servers(store: Store, sweep: Sweep, monkeypatch: pyt
     assert not make_plan(sweep, store, two).refusal
     four = make_plan(sweep, store, dataclasses.replace(H200, is_here=True, disk_free=1e12), Placement(num_gpus=0.25))
     assert not four.refusal and four.gpu_hours == pytest.approx(four.seconds / 3600 / 4)
+
+
+@pytest.mark.slow
+def test_a_measured_training_step_replaces_the_estimate(store: Store, sweep: Sweep) -> None:
+    cell = sweep.cells[1]
+    assert cell.train
+    short = dataclasses.replace(cell, train=dataclasses.replace(cell.train, sequence_length=128, tokens=128, batch_size=4))
+    small = dataclasses.replace(sweep, cells=(sweep.cells[0], short))
+    estimate = make_plan(small, store, SMALL).items[1].memory
+    said: list[str] = []
+    assert probe(small, store, SMALL, said.append) == 1 and "128 tokens" in said[0] and len(said) == 1, said
+    measured = queries.measurements(store)[cost.step_bytes_name(SMALL, short)]
+    assert 0 < measured < 200e6
+    shape, placement = resolve(cell.base).shape, Placement()
+    assert short.train
+    model = cost.train_memory(shape, short.recipe, short.train, placement, 0.0)
+    assert make_plan(small, store, SMALL).items[1].memory == model + 4 * measured != estimate
+    assert probe(small, store, SMALL) == 0, "once per base model and length"
+    with pytest.raises(ValueError, match="on this machine"):
+        probe(small, store, H200)
