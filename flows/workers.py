@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import logging
 import os
 import threading
@@ -23,7 +22,9 @@ from flows.slots import StageFailed
 from linear_core.evaluate.scores import Score, TaskSpec
 from linear_core.outcome import Interrupted
 from sweeps import stages, system_metrics
+from sweeps.blobs import CHECKPOINTS
 from sweeps.cell import Cell, Placement
+from sweeps.mirror import Mirror, mirrored, saved_tokens
 from sweeps.retries import cause_of
 from sweeps.store import Claim, Store
 
@@ -48,6 +49,7 @@ class Worker:
         self._lock = threading.Lock()
         self._progress: dict[str, Any] = {}
         self._folder = Path()
+        self._mirror: Mirror | None = None  # of the checkpoints, when the blobs are at a URL
         self._sampled_at = -SAMPLE_SECONDS
         self._allocated: int | None = None  # bytes on the GPU after the base model was loaded
 
@@ -66,15 +68,24 @@ class Worker:
         folder = self.store.folder(claim)
         placement = dataclasses.replace(self.placement, micro_batch=micro_batch)
         with self._stage("train", cell, claim):
-            stages.adopt_checkpoints(_earlier(folder), folder)
+            self._adopt(claim, folder)
             try:
-                found = stages.train(
-                    cell, folder, self.bench, placement, on_progress=self._on_progress, should_stop=self._told_to_stop
-                )
+                with mirrored(self.store.blobs, claim.blob) as self._mirror:
+                    found = stages.train(
+                        cell, folder, self.bench, placement, on_progress=self._on_progress, should_stop=self._told_to_stop
+                    )
             except Interrupted:
                 return None
             self.store.publish(claim, cell, found)
+            self.store.blobs.drop_checkpoints(claim.key)
         return found
+
+    def _adopt(self, claim: Claim, folder: Path) -> None:
+        """The newest checkpoint of earlier attempts, on this node or, with remote blobs, on any."""
+        stages.adopt_checkpoints(_earlier(folder), folder)
+        here = max((step.name for step in (folder / CHECKPOINTS).glob("step-*")), default="")
+        if self.store.blobs.fetch_checkpoint(claim.blob, newer_than=here):
+            log.info("going on from a checkpoint of another node")
 
     def evaluate(
         self, cell: Cell, claim: Claim, tasks: Sequence[tuple[TaskSpec, str]], trained_here: bool
@@ -121,7 +132,8 @@ class Worker:
         with self._lock:
             said, self._progress = self._progress, {**self._progress, "rows": []}
         if said.get("stage") == "train" and said["rows"]:
-            said = {**said, "checkpoint_tokens": _saved_tokens(self._folder)}
+            kept = self._mirror.tokens if self._mirror else saved_tokens(self._folder)
+            said = {**said, "checkpoint_tokens": kept}
         if said and time.monotonic() - self._sampled_at >= SAMPLE_SECONDS:
             self._sampled_at = time.monotonic()
             said = {**said, "system": system_metrics.sample()}
@@ -168,15 +180,6 @@ class Worker:
             if self.placement.num_gpus < 1:  # the others on this card have theirs
                 torch.cuda.set_per_process_memory_fraction(self.placement.num_gpus)
             self._allocated = torch.cuda.memory_allocated()
-
-
-def _saved_tokens(folder: Path) -> int:
-    """Tokens seen in the newest checkpoint; 0 without one."""
-    newest = max((folder / "checkpoints").glob("step-*/state.json"), default=None)
-    try:
-        return json.loads(newest.read_text())["tokens_seen"] if newest else 0
-    except OSError:  # replaced by a newer one a moment ago
-        return 0
 
 
 def _earlier(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ import fsspec
 
 from sweeps.home import home
 
+CHECKPOINTS = "checkpoints"  # of an attempt's folder: kept only until its cell is published
 SAFE = re.compile(r"[a-z0-9_-]+/[0-9]+")
 
 
@@ -42,11 +43,53 @@ class Blobs:
             filesystem, path = self._remote()
             for file in sorted(f for f in folder.rglob("*") if f.is_file()):
                 relative = file.relative_to(folder).as_posix()
-                if not relative.startswith("checkpoints/"):
+                if not relative.startswith(f"{CHECKPOINTS}/"):
                     target = f"{path}/{name}/{relative}"
                     filesystem.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
                     filesystem.put_file(str(file), target)
         return name
+
+    def put_checkpoint(self, name: str, step: Path) -> None:
+        """Upload one checkpoint of an attempt and its curve; ``state.json`` last, which makes it complete. Older ones go."""
+        filesystem, path = self._remote()
+        there = f"{path}/{name}/{CHECKPOINTS}"
+        filesystem.makedirs(f"{there}/{step.name}", exist_ok=True)
+        if (curve := step.parent.parent / "curve.jsonl").exists():
+            filesystem.put_file(str(curve), f"{path}/{name}/curve.jsonl")
+        for file in sorted(step.iterdir(), key=lambda file: file.name == "state.json"):
+            filesystem.put_file(str(file), f"{there}/{step.name}/{file.name}")
+        for old in filesystem.glob(f"{there}/step-*"):
+            if old.rsplit("/", 1)[-1] < step.name:
+                filesystem.rm(old, recursive=True)
+
+    def fetch_checkpoint(self, name: str, *, newer_than: str = "") -> bool:
+        """Download the newest complete checkpoint of the cell's attempts, and its curve, into the folder of ``name``.
+
+        ``newer_than``: a checkpoint's name (``step-00000123``) that is there already. True when one was fetched.
+        """
+        if self.is_local:
+            return False
+        filesystem, path = self._remote()
+        found = filesystem.glob(f"{path}/{name.partition('/')[0]}/*/{CHECKPOINTS}/step-*/state.json")
+        by_step = {state.split("/")[-2]: state.rsplit("/", 1)[0] for state in found}
+        newest = max(by_step, default="")
+        if newest <= newer_than:
+            return False
+        folder = self.folder(name)
+        target = folder / CHECKPOINTS / newest
+        target.mkdir(parents=True, exist_ok=True)
+        filesystem.get(f"{by_step[newest]}/", f"{target}/", recursive=True)
+        curve = f"{by_step[newest].rsplit('/', 2)[0]}/curve.jsonl"
+        if filesystem.exists(curve):
+            filesystem.get_file(curve, str(folder / "curve.jsonl"))
+        return True
+
+    def drop_checkpoints(self, key: str) -> None:
+        """Remove the checkpoints of all attempts at a cell from the URL: it is published."""
+        if not self.is_local:
+            filesystem, path = self._remote()
+            for there in filesystem.glob(f"{path}/{key}/*/{CHECKPOINTS}"):
+                filesystem.rm(there, recursive=True)
 
     def fetch(self, name: str) -> Path:
         """The folder of a published attempt on this machine, downloaded when it is not here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,7 @@ from sweeps import housekeeping, queries, schema
 from sweeps.cell import Cell
 from sweeps.claims import holding
 from sweeps.grids import ablation
+from sweeps.mirror import mirrored
 from sweeps.plan import PlanItem
 from sweeps.store import Claim, ClaimLost, Store, new_holder
 
@@ -317,3 +319,41 @@ def test_blobs_travel_through_any_fsspec_url(home: Path, monkeypatch: pytest.Mon
         elsewhere.blobs.folder("../../etc/1")
     with pytest.raises(FileNotFoundError, match="not at memory"):
         elsewhere.blobs.fetch(f"{KEY}/77")
+
+
+def test_another_node_goes_on_from_the_checkpoint_at_the_url(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(folder: Path, step: int) -> None:
+        made = folder / "checkpoints" / f"step-{step:08d}"
+        made.mkdir(parents=True)
+        (made / "state.safetensors").write_bytes(b"x" * step)
+        (made / "state.json").write_text(json.dumps({"tokens_seen": 64 * step}))
+        (folder / "curve.jsonl").write_text("{}" * step)
+
+    here = Store(blobs="memory://nodes/cells")
+    taken = claim(here)
+    with mirrored(here.blobs, taken.blob) as mirror:
+        assert mirror
+        save(here.folder(taken), 3)
+        mirror.update()
+        assert mirror.tokens == 192
+        save(here.folder(taken), 7)
+    assert mirror.tokens == 448, "the last one too, however training ended"
+    here.fail(taken, "preempted", "the node went")
+    monkeypatch.setenv("GOLINEAR_HOME", str(home / "another node"))
+    elsewhere = Store(here.url, blobs="memory://nodes/cells")
+    again = claim(elsewhere)
+    assert not elsewhere.blobs.fetch_checkpoint(again.blob, newer_than="step-00000007")
+    assert elsewhere.blobs.fetch_checkpoint(again.blob, newer_than="step-00000003")
+    folder = elsewhere.folder(again)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000007"], "older ones are gone"
+    assert (folder / "checkpoints" / "step-00000007" / "state.safetensors").read_bytes() == b"x" * 7
+    assert (folder / "curve.jsonl").read_text() == "{}" * 7
+    elsewhere.publish(again, CELL, {})
+    elsewhere.blobs.drop_checkpoints(KEY)
+    third = claim_of(elsewhere, again)
+    assert not elsewhere.blobs.fetch_checkpoint(third), "published: no checkpoint is kept"
+
+
+def claim_of(store: Store, held: Claim) -> str:
+    store.finish(held)
+    return claim(store).blob
