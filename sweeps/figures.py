@@ -27,7 +27,8 @@ from sweeps.plots import (
     missing,
     quality,
     short,
-)  # fmt: skip
+    spans_orders,
+)
 from sweeps.tables import Column, Entry, Row, Table
 from sweeps.views import column_text
 
@@ -38,7 +39,9 @@ ACROSS = 3  # panels side by side
 MOST_PANELS = 6
 MOST_LINES = 14
 MOST_BASES = 3
+FLOOR = 1e-3  # nMSE that a map shows as its darkest: below it are roundings of the exact path
 TALLEST = 9.0  # inches, what a printed page holds
+SPEEDS = {"tokens_per_s": "decoded tokens/s ↑", "prefill_tokens_per_s": "prefill tokens/s ↑", "cache_mib": "cache, MiB a sequence ↓"}
 PATHS = (("exact path alone", "exact"), ("state alone", "linear"), ("state frozen half way", "frozen"))
 
 
@@ -48,7 +51,7 @@ def draw(study: Study) -> list[Drawing]:
     made = [drawing for base in table.rows if base.is_base for drawing in scores(table, base)]
     rest: list[Callable[[], Drawing]] = [
         lambda: size(table), lambda: budget(table), lambda: cost(table), lambda: attribution(study),
-        lambda: lengths(table), lambda: errors(study), lambda: curves(study),
+        lambda: lengths(table), lambda: latency(study), lambda: errors(study), lambda: curves(study),
     ]  # fmt: skip
     return made + [make() for make in rest]
 
@@ -157,6 +160,9 @@ def budget(table: Table) -> Drawing:
             line(axis, [(budgets.index(row.facts["budget"]), row.entries.get(column)) for row in group], look, label)
         for base in (row for row in table.rows if row.is_base and has(row, column)):
             axis.axhline(base.entries[column].value, color=style.BASE_COLOUR, linestyle="--", linewidth=1)
+        values = [row.entries[column].value or 0.0 for row in rows if has(row, column)]
+        if not column.higher_is_better and spans_orders(values):
+            axis.set_yscale("log")
         axis.set_xticks(range(len(budgets)), budgets)
         axis.set(title=column_text(column), xlim=(-0.3, len(budgets) - 0.7))
     drop(axes[len(columns) :])
@@ -189,7 +195,8 @@ def cost(table: Table) -> Drawing:
     found = {row.setting: quality(row, columns) for row in table.rows}
     shown_bases = [b for b in bases if any(found[r.setting] is not None for r in _cells(table, b))][:MOST_BASES]
     if not shown_bases:
-        return Drawing(name=name, title=title, lacks=("no setting has all the scores that quality is the mean of",))
+        why = "no setting has all the scores that quality is the mean of" if columns else "no measure in per cent has a base value"
+        return Drawing(name=name, title=title, lacks=(why,))
     speeds = [c for c in table.columns if c.spec.name == "latency"][:1]
     figure, axes = style.new_figure(1 + len(speeds), len(shown_bases), height=2.4)
     for i, base in enumerate(shown_bases):
@@ -295,6 +302,34 @@ def lengths(table: Table) -> Drawing:
     return Drawing(name=name, title=title, caption="Black: the base model.", figure=figure, lacks=tuple(lacks))
 
 
+def latency(study: Study) -> Drawing:
+    """Speed of decoding and prefill, and the cache, by length (the paper's figure 2a)."""
+    name, title = "latency", "Speed and cache by length"
+    table = study.table(all_metrics=True)
+    found: dict[str, list[Column]] = {metric: [] for metric in SPEEDS}
+    for column in table.columns:
+        if column.spec.name == "latency":
+            found[column.metric].append(column)
+    at = sorted({c.spec.length or 0 for c in found["tokens_per_s"]})
+    if len(at) < 2:
+        return Drawing(name=name, title=title, lacks=("speed was not measured at two lengths: e.g. latency@2048,latency@8192",))
+    figure, axes = style.new_figure(1, len(SPEEDS), height=2.6)
+    looks, rows = Looks(table), table.rows[: MOST_LINES + 1]
+    for axis, (metric, label) in zip(axes, SPEEDS.items()):
+        columns = sorted(found[metric], key=lambda c: c.spec.length or 0)
+        for row in rows:
+            line(axis, [(c.spec.length or 0, row.entries.get(c)) for c in columns], looks.of(row), looks.name(row))
+        axis.set(title=label, xlabel="tokens", xscale="log", yscale="log")
+        axis.set_xticks(at, [short(n) for n in at])
+        axis.xaxis.minorticks_off()
+        axis.yaxis.set_major_formatter(short)
+    legend(figure, *axes)
+    sources = dict.fromkeys(c.source for c in found["tokens_per_s"])
+    lacks = missing(rows, [c for cs in found.values() for c in cs]) + cut(table.rows, rows, "settings")
+    caption = f"Eight sequences at a time; black: the base model. {'; '.join(sources)}."
+    return Drawing(name=name, title=title, caption=caption, figure=figure, lacks=tuple(lacks))
+
+
 def _mean(row: Row, columns: Sequence[Column]) -> float:
     values = [row.entries[c].value or 0.0 for c in columns if has(row, c)]
     return math.fsum(values) / len(values) if values else -1.0
@@ -311,23 +346,24 @@ def errors(study: Study) -> Drawing:
     shown = there[:MOST_PANELS]
     across = min(2, len(shown))
     figure, axes = style.new_figure(math.ceil(len(shown) / across), across, height=2.6)
-    values = [v for cell in shown for layer in study.maps[cell["key"]]["nmse"] for v in layer if v > 0]
-    norm = LogNorm(min(values), max(max(values), min(values) * 1.01))
+    most = max(v for cell in shown for layer in study.maps[cell["key"]]["nmse"] for v in layer)
+    norm = LogNorm(FLOOR, max(most, 1.0), clip=True)
     for axis, cell in zip(axes, shown):
         found = study.maps[cell["key"]]
         edges = [start for start, _ in found["positions"]] + [found["positions"][-1][1]]
         layers = [layer - 0.5 for layer in range(len(found["layers"]) + 1)]
-        image = axis.pcolormesh(edges, layers, found["nmse"], norm=norm, cmap=style.SEQUENTIAL, rasterized=True)
+        shades = [[max(value, FLOOR) for value in layer] for layer in found["nmse"]]
+        image = axis.pcolormesh(edges, layers, shades, norm=norm, cmap=style.SEQUENTIAL, rasterized=True)
         axis.set(title=cell["label"], xlabel="token", ylabel="layer", xscale="log")
         axis.xaxis.set_major_formatter(short)
         axis.grid(False)
         step = max(1, len(found["layers"]) // 8)
         axis.set_yticks(range(0, len(found["layers"]), step), [str(n) for n in found["layers"][::step]])
     drop(axes[len(shown) :])
-    figure.colorbar(image, ax=axes[: len(shown)], label="nMSE", fraction=0.04)
+    figure.colorbar(image, ax=axes[: len(shown)], label="nMSE", fraction=0.04, extend="min")
     unmeasured = [cell["label"] for cell in study.cells if not cell["is_base"] and cell not in there]
     lacks = ([f"{', '.join(unmeasured[:4])}: not measured"] if unmeasured else []) + cut(there, shown, "cells")
-    caption = "Mean squared error of a layer's output over its variance; 1: no better than the mean. Tokens in growing bins."
+    caption = "Mean squared error of a layer's output over its variance; 1: no better than the mean; darkest: 0.001 or less."
     return Drawing(name=name, title=title, caption=caption, figure=figure, lacks=tuple(lacks))
 
 

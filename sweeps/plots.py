@@ -115,11 +115,15 @@ def drop(axes: Sequence[Any]) -> None:
 
 def maybe_log(axis: Any, values: Sequence[float | None]) -> None:
     """A logarithmic x axis, in plain numbers, where the values span orders of magnitude."""
-    there = [value for value in values if value is not None]
-    if there and min(there) > 0 and max(there) / min(there) > LOG_RATIO:
+    if spans_orders([value for value in values if value is not None]):
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(short)
         axis.minorticks_off()
+
+
+def spans_orders(values: Sequence[float]) -> bool:
+    """Whether values are positive and too far apart for a linear axis."""
+    return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_RATIO
 
 
 def legend(figure: Any, *axes: Any) -> None:

@@ -95,6 +95,8 @@ def _kept(table: Table) -> Grid:
         mean = f"{math.fsum(there) / len(there):.1f} %" if whole else (DASH if not row.is_base else "")
         body.append((*texts[:2], *(texts[2 + i] for i in shown), mean))
     header = (*made.header[:2], *(made.header[2 + i] for i in shown), "mean kept")
+    if not shown:
+        return Grid(title=made.title, header=header, body=(), notes=("no measure in per cent: nothing to keep a share of",))
     return Grid(title=made.title, header=header, body=tuple(body), notes=made.notes)
 
 
@@ -234,7 +236,8 @@ def number(value: float) -> str:
 
 
 def signed(value: float, digits: int = 2) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−")
+    """With its sign, always: +1.20, −0.35; no decimals of what is large."""
+    return (f"{value:+,.0f}" if abs(value) >= 1000 else f"{value:+.{digits}f}").replace("-", "−")
 
 
 def _fact_names(table: Table) -> tuple[str, ...]:

@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
-from sweep_helpers import finish, pinned
-from test_study import SWEEP, filled
+from sweep_helpers import finish, pinned, score
+from test_study import PROVENANCE, SWEEP, filled
 from test_tables import Cells
 
 from linear_core import style
 from sweeps import figures, findings, report, study
 from sweeps.grids import ablation
-from sweeps.store import Store
+from sweeps.store import Store, new_holder
 
 
 @pytest.fixture
@@ -75,6 +75,7 @@ def test_every_figure_is_drawn_or_says_why_not(made: study.Study, tmp_path: Path
         "budget": "needs cells with at least two budgets; this study has one",
         "attribution": "no attribution was measured: add the task attribution",
         "lengths": "no task was asked at two lengths: e.g. niah_single_1@1024,niah_single_1@2048",
+        "latency": "speed was not measured at two lengths: e.g. latency@2048,latency@8192",
         "errors": "no layer errors were measured: add the task diagnostics",
     }
     first = {file.name: file.read_bytes() for file in files}
@@ -82,3 +83,31 @@ def test_every_figure_is_drawn_or_says_why_not(made: study.Study, tmp_path: Path
     with style.drawing():
         (drawing,) = figures.scores(made.table(), made.table().rows[0])
     assert drawing.lacks == ("gla 56+8, lambada_openai is partial (nonfinite: loss is nan at step 3)",)
+
+
+def test_all_figures_of_a_study_that_has_everything(store: Store) -> None:
+    """Two base models, two budgets, every kind of task; one score is missing and each figure that lacks it says so."""
+    tasks = "perplexity,lambada_openai,niah_single_1@1024,niah_single_1@2048,attribution,diagnostics,latency@64,latency@128"
+    sweep = pinned(ablation("smollm2-135m,qwen3-0.6b-base", "gdn", "0+0,56+8", tasks=tasks))
+    kinds = {"latency": ("tokens_per_s", "prefill_tokens_per_s", "cache_mib"), "attribution": ("state_nats", "exact", "linear", "frozen"),
+             "diagnostics": ("nmse",), "perplexity": ("perplexity",)}  # fmt: skip
+    errors = {"layers": [0, 1], "positions": [[1, 2], [2, 4], [4, 9]], "nmse": [[0.0, 0.5, 1.0], [0.1, 0.2, 2.0]]}
+    for number, cell in enumerate(sweep.cells, start=1):
+        claim = store.claim(cell.train_key, new_holder())
+        assert claim
+        if not cell.is_base:
+            (store.folder(claim) / "curve.jsonl").write_text('{"tokens_seen": 64, "loss": 3.0}\n{"tokens_seen": 128, "loss": 2.5}\n')
+            store.publish(claim, cell, PROVENANCE)
+        for task, key in sweep.score_keys(cell):
+            absent = task.label == "niah_single_1@2048" and number == len(sweep.cells)
+            scores = [score(task, None if absent else 0.1 * number, metric) for metric in kinds.get(task.name, ("acc",))]
+            details = {"map": errors} if task.name == "diagnostics" else {}
+            store.put_scores(claim, key, [type(s)(**{**vars(s), "details": details}) for s in scores])
+        store.finish(claim)
+    found = study.from_json(study.to_json(study.of_sweep(store, sweep)))
+    with style.drawing():
+        drawings = {drawing.name: drawing for drawing in figures.draw(found)}
+    assert [name for name, drawing in drawings.items() if drawing.figure is None] == []
+    lack = "gdn 56+8, niah_single_1@2048 is missing (its data is not here)"
+    assert {name for name, d in drawings.items() if lack in d.lacks} >= {"scores-qwen3-0-6b-base-2", "budget", "lengths"}
+    assert "qwen3-0.6b-base gdn 56+8 lacks a score" in drawings["cost"].lacks
