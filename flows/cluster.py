@@ -42,8 +42,11 @@ class Capacity:
 
 
 @contextmanager
-def cluster() -> Iterator[Capacity]:
-    """Connect (or start Ray on this machine), yield what there is, disconnect. A Ray that was there before stays."""
+def cluster(num_gpus: int | None = None) -> Iterator[Capacity]:
+    """Connect (or start Ray on this machine), yield what there is, disconnect. A Ray that was there before stays.
+
+    num_gpus: places for GPUs of a Ray that is started here; those that there are unless given.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
@@ -54,6 +57,7 @@ def cluster() -> Iterator[Capacity]:
     own: dict[str, Any] = {
         "address": "local",
         "include_dashboard": False,
+        "num_gpus": num_gpus,
         "object_store_memory": OBJECT_STORE_BYTES,
         "_node_ip_address": "127.0.0.1",
         "_system_config": {"worker_niceness": 0},  # 15 by default: a loaded machine would starve the training

@@ -288,7 +288,7 @@ class Runner:
             self.seconds["worker start"] += time.monotonic() - started
         if item.train and cell.train is not None:
             failures = queries.attempts_at(self.store, item.key).failures
-            micro_batch = retries.micro_batch(cell.train.batch_size, failures)
+            micro_batch = retries.micro_batch(cell.train.batch_size // max(1, int(self.placement.num_gpus)), failures)
             stage("convert")
             found = stage("train", micro_batch, stop=diverged)
             if found is None and progress.diverged:
@@ -298,7 +298,7 @@ class Runner:
             progress.trained(cell, found)
             rate = found.get("training", {}).get("tokens_per_second")
             if rate:
-                queries.measure(self.store, throughput_name(self.machine, cell), float(rate))
+                queries.measure(self.store, throughput_name(self.machine, cell), float(rate) / found["training"].get("ranks", 1))
             if step := self._step_bytes(cell, found):
                 queries.measure(self.store, step_bytes_name(self.machine, cell), step)
         if halt.is_set():

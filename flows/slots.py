@@ -1,4 +1,4 @@
-"""A slot runs cells one after another on one Ray actor, and replaces it when it died or must not be used again."""
+"""A slot runs cells one after another on one group of Ray actors, and replaces it when it died or must not be used again."""
 
 from __future__ import annotations
 
@@ -38,47 +38,41 @@ class StageFailed(Exception):
 
 
 class Slot:
-    """One worker process at a time, for cells of one base model at a time. Used by one thread."""
+    """One worker process at a time (of a cell with several GPUs: one a GPU), for cells of one base model at a time. Used by one thread."""
 
     def __init__(self, store: Store, placement: Placement, on_waiting: Callable[[], None] = lambda: None):
         self.store, self.placement = store, placement
         self.on_waiting = on_waiting  # called every second while a new worker finds no place
         self.base = ""
         self.node = ""
-        self._actor: Any = None
+        self._group: Any = None
 
     def start(self, base: str, stop: Event) -> None:
         """An actor for this base model: the one that is there when it serves the same, else a fresh process.
 
         ``stop`` ends the wait for a place. Raises as ``_node``.
         """
-        if self._actor is not None and self.base == base:
+        if self._group is not None and self.base == base:
             return
-        import ray
-
-        from flows.workers import Worker
+        from flows.group import Group
 
         self.close()
-        remote = ray.remote(
-            max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1},
-            num_cpus=self.placement.num_cpus, num_gpus=self.placement.num_gpus,
-        )(Worker)  # type: ignore[call-overload]  # fmt: skip
-        self._actor = remote.remote(self.store, self.placement)
+        self._group = Group(self.store, self.placement)
         self.node = self._node(stop)
         self.base = base
 
     def _node(self, stop: Event) -> str:
-        """The node that the new actor runs on, once it runs. Ray itself would wait for ever where it finds no place.
+        """The node that the new worker runs on, once it runs. Ray itself would wait for ever where it finds no place.
 
         Raises RayGone when no node of the cluster lives, StageFailed when the process ends, finds no place in time (which
         is not counted: the next try asks again) or is told to stop.
         """
         import ray
 
-        reference = self._actor.node.remote()
+        references = self._group.joins()
         started = time.monotonic()
         try:
-            while not ray.wait([reference], timeout=POLL_SECONDS)[0]:
+            while len(ray.wait(references, num_returns=len(references), timeout=POLL_SECONDS)[0]) < len(references):
                 if not any_node_alive():
                     raise RayGone("Ray has no living node left: run the sweep again, it goes on from its checkpoints")
                 waited = time.monotonic() - started
@@ -87,11 +81,12 @@ class Slot:
                     raise StageFailed("preempted", f"no node had room for a worker within {waited:.0f} s", counted=False)
                 if waited > QUICK_START_SECONDS:
                     self.on_waiting()
-            return ray.get(reference)
+            return ray.get(references)[0]
         except ray.exceptions.RayError as error:
+            whose, error = self._group.failure(references, error)
             self.close()
             raise StageFailed(
-                "crash", f"the worker process died at its start: {_first_line(error)}", str(error)
+                "crash", f"{whose}the worker process died at its start: {_first_line(error)}", str(error)
             ) from None
 
     def call(
@@ -109,48 +104,49 @@ class Slot:
         """
         import ray
 
-        reference = getattr(self._actor, stage).remote(*arguments)
+        references = self._group.call(stage, *arguments)
         asked_at = 0.0
         try:
             while True:
-                done, _ = ray.wait([reference], timeout=POLL_SECONDS)
+                done, left = ray.wait(references, num_returns=len(references), timeout=POLL_SECONDS)
                 if on_progress:
-                    on_progress(ray.get(self._actor.progress.remote()))
-                if done:
-                    return ray.get(reference)
+                    on_progress(ray.get(self._group.actors[0].progress.remote()))
+                results = ray.get(done)
+                if not left:
+                    return all(results) if stage == "settle" else results[0]
                 if stop is not None and stop.is_set() and not asked_at:
                     asked_at = time.monotonic()
-                    self._actor.stop.remote(attempt)
+                    self._group.call("stop", attempt)
                 if asked_at and time.monotonic() - asked_at > STOP_SECONDS:
                     self.close()
                     raise StageFailed("preempted", f"{stage} was asked to stop and did not within {STOP_SECONDS:.0f} s")
         except ClaimLost:  # noticed while its progress was written down
-            self._actor.stop.remote(attempt)
+            self._group.call("stop", attempt)
             raise
-        except ray.exceptions.RayTaskError as error:
-            raise self._failure(error) from None
         except ray.exceptions.RayError as error:
+            raise self._failure(stage, *self._group.failure(references, error)) from None
+
+    def _failure(self, stage: str, whose: str, error: Any) -> StageFailed:
+        """What an error of the workers stands for; ends them when they cannot be used again. whose: names the rank."""
+        import ray
+
+        traceback = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Ray colours it
+        if not isinstance(error, ray.exceptions.RayTaskError):
             # unavailable: the connection broke, as when a node goes; a process that died on a living node is said to be dead
             unreachable = isinstance(error, ray.exceptions.ActorUnavailableError)
             cause = "preempted" if unreachable or not node_alive(self.node) else "crash"
             self.close()
-            reason = f"the worker process died during {stage}: {_first_line(error)}"
-            raise StageFailed(cause, reason, str(error)) from None
-
-    def _failure(self, error: Any) -> StageFailed:
+            return StageFailed(cause, f"{whose}the worker process died during {stage}: {_first_line(error)}", traceback)
         failed = error.cause if isinstance(error.cause, StageFailed) else StageFailed(cause_of(error.cause), str(error.cause))
-        if failed.cause == "oom" or "CUDA error" in failed.reason:
+        if failed.cause == "oom" or "CUDA error" in failed.reason or self._group.size > 1:
             self.close()
-        traceback = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Ray colours it
-        return StageFailed(failed.cause, failed.reason, traceback)
+        return StageFailed(failed.cause, f"{whose}{failed.reason}", traceback)
 
     def close(self) -> None:
         """End the process; its GPU memory goes with it."""
-        if self._actor is not None:
-            import ray
-
-            ray.kill(self._actor)
-        self._actor, self.base = None, ""
+        if self._group is not None:
+            self._group.close()
+        self._group, self.base = None, ""
 
 
 def _first_line(error: BaseException) -> str:

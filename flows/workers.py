@@ -1,4 +1,4 @@
-"""The Ray actor of a group: one process that keeps a base model and runs the stages of one cell after another.
+"""The Ray actor of a slot: a process that keeps a base model and runs the stages of one cell after another.
 
 A worker knows the store and the files, not Prefect and not MLflow: the flow asks it for progress and writes those.
 """
@@ -9,10 +9,11 @@ import dataclasses
 import gc
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,15 @@ class _Stopped(Exception):
 
 
 class Worker:
-    """Stages of cells on one device. Calls come one at a time; ``progress`` and ``stop`` also while a stage runs."""
+    """Stages of cells on one device. Calls come one at a time; ``progress`` and ``stop`` also while a stage runs.
 
-    def __init__(self, store: Store, placement: Placement):
+    Of a cell on several GPUs each has its own worker, which calls itself a rank: all run all stages, rank 0 alone writes.
+    """
+
+    def __init__(self, store: Store, placement: Placement, rank: int = 0, size: int = 1):
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger().setLevel(logging.INFO)
-        self.store, self.placement = store, placement
+        self.store, self.placement, self.rank, self.size = store, placement, rank, size
         self.bench = stages.Bench(placement.device, placement.source)
         self._attempt, self._told = 0, -1  # the attempt at work, and the one that was told to stop
         self._lock = threading.Lock()
@@ -52,6 +56,20 @@ class Worker:
         self._mirror: Mirror | None = None  # of the checkpoints, when the blobs are at a URL
         self._sampled_at = -SAMPLE_SECONDS
         self._allocated: int | None = None  # bytes on the GPU after the base model was loaded
+
+    def address(self) -> str:
+        """Where this worker's node can be reached, with a port that is free."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((host, 0))
+            return f"{host}:{free.getsockname()[1]}"
+
+    def join(self, address: str) -> str:
+        """Become a rank of the group whose rank 0 is at this address, for the rest of the process. Returns ``node()``."""
+        from linear_core import ranks
+
+        ranks.join(self.rank, self.size, address, self.placement.device)
+        return self.node()
 
     def convert(self, cell: Cell, claim: Claim) -> dict[str, Any]:
         """Linearize; see ``stages.convert``."""
@@ -68,16 +86,19 @@ class Worker:
         folder = self.store.folder(claim)
         placement = dataclasses.replace(self.placement, micro_batch=micro_batch)
         with self._stage("train", cell, claim):
-            self._adopt(claim, folder)
+            if self.rank == 0:
+                self._adopt(claim, folder)
+            mirror = mirrored(self.store.blobs, claim.blob) if self.rank == 0 else nullcontext()
             try:
-                with mirrored(self.store.blobs, claim.blob) as self._mirror:
+                with mirror as self._mirror:
                     found = stages.train(
                         cell, folder, self.bench, placement, on_progress=self._on_progress, should_stop=self._told_to_stop
                     )
             except Interrupted:
                 return None
-            self.store.publish(claim, cell, found)
-            self.store.blobs.drop_checkpoints(claim.key)
+            if self.rank == 0:
+                self.store.publish(claim, cell, found)
+                self.store.blobs.drop_checkpoints(claim.key)
         return found
 
     def _adopt(self, claim: Claim, folder: Path) -> None:
@@ -96,13 +117,14 @@ class Worker:
         """
         keys = dict(tasks)
         folder = self.store.folder(claim)
+        put = lambda task, found: self.store.put_scores(claim, keys[task], found)  # noqa: E731
         source = folder if trained_here or cell.is_base else self.store.published_folder(cell.train_key)
         with self._stage("evaluate", cell, claim):
             self._load(cell)
             try:
                 scores, failed = stages.evaluate(
                     cell, source, self.bench, list(keys),
-                    on_score=lambda task, found: self.store.put_scores(claim, keys[task], found),
+                    on_score=put if self.rank == 0 else None,
                     on_progress=self._on_progress,
                 )  # fmt: skip
             except _Stopped:
@@ -147,6 +169,14 @@ class Worker:
     def _told_to_stop(self) -> bool:
         return self._told == self._attempt
 
+    def _any_told_to_stop(self) -> bool:
+        """The same of all ranks together: none goes on to a task that another leaves out."""
+        if self.size == 1:
+            return self._told_to_stop()
+        from linear_core import ranks
+
+        return ranks.current().any(self._told_to_stop())
+
     @contextmanager
     def _stage(self, name: str, cell: Cell, claim: Claim) -> Iterator[None]:
         """What a stage logs, and the exception it ends with, are kept in the attempt's log. Raises StageFailed."""
@@ -154,7 +184,7 @@ class Worker:
         if self._attempt != claim.attempt:
             self._sampled_at = -SAMPLE_SECONDS
         self._attempt, self._folder = claim.attempt, self.store.folder(claim)
-        with stages.log_tail(self._folder):
+        with stages.log_tail(self._folder, f"log-rank{self.rank}.txt" if self.rank else "log.txt"):
             log.info("%s %s in process %d", name, cell.label, os.getpid())
             try:
                 yield
@@ -163,7 +193,7 @@ class Worker:
                 raise StageFailed(cause_of(error), f"{type(error).__name__}: {error}") from error
 
     def _on_progress(self, said: dict[str, Any]) -> None:
-        if self._told_to_stop() and said["stage"] == "evaluate":
+        if said["stage"] == "evaluate" and self._any_told_to_stop():
             raise _Stopped
         with self._lock:
             rows = [*self._progress.get("rows", []), *([said] if "tokens_seen" in said else [])]

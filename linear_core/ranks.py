@@ -27,6 +27,7 @@ from linear_core import models
 from linear_core.models import BaseModel
 
 T = TypeVar("T")
+ON_RANK = "on rank"
 PATIENCE = datetime.timedelta(minutes=20)  # a rank may compile kernels, or write a checkpoint, while the others wait
 
 
@@ -82,7 +83,7 @@ class Ranks:
         dist.all_gather_object(found, (done, error))
         for rank, (_, failed) in enumerate(found):
             if failed is not None:
-                failed.add_note(f"on rank {rank} of {self.size}")
+                failed.add_note(f"{ON_RANK} {rank} of {self.size}")
                 raise failed
         return [result for result, _ in found]
 
@@ -106,6 +107,11 @@ def current() -> Ranks:
     if dist.is_available() and dist.is_initialized():
         return Ranks(dist.get_rank(), dist.get_world_size())
     return ALONE
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether ``gather`` raised it: then every rank has it."""
+    return any(note.startswith(ON_RANK) for note in getattr(error, "__notes__", ()))
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -31,6 +31,8 @@ GPUS = {
 }
 CPU_FLOPS_PER_CORE = 48e9  # SmolLM2-135M, 512 tokens forward and backward in 2.9 s on 2 cores
 EFFICIENCY = 0.33  # of the matrix-product ceiling: the plain prototype's 8.6k of 26.1k tokens/s at 8B
+LARGEST_COPY = 0.6  # of a card's memory for frozen weights: the rest is activations and new parameters
+ROWS_OF_LOGITS = 1024  # in memory at a time (linear_core.objectives)
 STEP_FLOOR = 0.4e-3  # seconds a layer and step that small models on a GPU cannot go below (launches)
 START_SECONDS = 20.0  # a process, its imports and kernels, once a group
 # documents and mean tokens of a prompt with prefix reuse, for time estimates only
@@ -144,16 +146,23 @@ def cache_bytes(shape: Shape, recipe: Recipe, length: int, *, bytes_per_value: i
     return linear * (state + exact + tail) + (shape.layers - linear) * full
 
 
+def must_shard(shape: Shape, gpu_memory: float) -> bool:
+    """Whether the weights (bfloat16) of a cell on several GPUs are spread over them, not copied to each."""
+    return shape.num_parameters * 2 > LARGEST_COPY * gpu_memory
+
+
 def train_memory(
     shape: Shape, recipe: Recipe, train: TrainSettings, placement: Placement, step_bytes: float | None = None
 ) -> float:
-    """Peak bytes of a training step: frozen weights, new parameters with gradient and Adam, activations, logits.
+    """Peak bytes of a training step on one device: frozen weights, new parameters with gradient and Adam, activations,
+    logits. Of several GPUs each has its share of the batch, and a copy of the weights.
 
     step_bytes: what the step of one sequence takes above model and optimiser, where that was measured. Else estimated;
     calibrated on the prototype: LLaMA-3.1-8B, batch 1, T = 4096, no checkpointing: 51 GiB measured, 52 estimated.
     """
     width = 2 if placement.device.startswith("cuda") else 4
-    rows = min(train.batch_size, placement.micro_batch or train.batch_size)
+    share = max(1, train.batch_size // max(1, int(placement.num_gpus)))
+    rows = min(share, placement.micro_batch or share)
     model = shape.num_parameters * width + new_parameters(shape, recipe) * 16
     if step_bytes is not None:
         return model + rows * step_bytes
@@ -164,11 +173,15 @@ def train_memory(
 
 
 def minimum_memory(shape: Shape, recipe: Recipe, train: TrainSettings, placement: Placement) -> float:
-    """The same with one sequence at a time and activation checkpointing: what the trainer falls back to by itself."""
+    """The same with one sequence at a time and activation checkpointing, what the trainer falls back to by itself, and
+    with layers spread over the GPUs of the cell."""
     width = 2 if placement.device.startswith("cuda") else 4
     tokens = train.sequence_length
     kept = tokens * width * (shape.layers * shape.hidden + 20 * shape.hidden + 3 * shape.intermediate)
-    return shape.num_parameters * width + new_parameters(shape, recipe) * 16 + kept + tokens * shape.vocab * (width + 8)
+    spread = shape.layers * shape.layer_parameters * (1 - 1 / max(1, int(placement.num_gpus)))
+    weights = (shape.num_parameters - spread) * width
+    logits = min(tokens, ROWS_OF_LOGITS) * shape.vocab * (width + 8)
+    return weights + new_parameters(shape, recipe) * 16 + kept + logits
 
 
 def step_bytes_name(machine: Machine, cell: Cell) -> str:
@@ -178,7 +191,7 @@ def step_bytes_name(machine: Machine, cell: Cell) -> str:
 
 
 def throughput_name(machine: Machine, cell: Cell) -> str:
-    """Name under which measured training tokens/s are kept (queries.measure)."""
+    """Name under which measured training tokens/s of one device are kept (queries.measure)."""
     length = cell.train.sequence_length if cell.train else 0
     device = machine.gpu if machine.num_gpus else f"cpu{machine.num_cpus}"
     return f"tokens_per_second/{device}/{cell.base}/{cell.recipe.mechanism}/{cell.recipe.adaptation}/{length}"

@@ -177,11 +177,15 @@ class _Decider:
         if reason := self.doubts.get(cell.base, ""):
             return reason
         on_gpu = self.placement.device.startswith("cuda")
-        cards = self.placement.num_gpus or 1
+        ranks = max(1, int(self.placement.num_gpus))
+        if cell.train.batch_size % ranks:
+            return f"batch_size {cell.train.batch_size} cannot be shared by {ranks} GPUs; allowed: a multiple of {ranks}"
+        cards = min(1, self.placement.num_gpus) or 1
         available = self.machine.gpu_memory * cards if on_gpu else self.machine.memory
         needed = cost.minimum_memory(self.bases[cell.base].shape, cell.recipe, cell.train, self.placement)
         if available and needed > available:
             where = f"{cards:g} × {self.machine.gpu}" if on_gpu else "this machine"
+            where = f"each of {ranks} × {self.machine.gpu}" if on_gpu and ranks > 1 else where
             return f"needs {needed / GIB:.1f} GiB at least, {where} has {available / GIB:.1f}"
         return ""
 
@@ -195,8 +199,9 @@ class _Decider:
     def _seconds(self, cell: Cell, train: bool, tasks: Any, resume_tokens: int) -> float:
         shape = self.bases[cell.base].shape
         seconds = sum(cost.task_seconds(shape, task, self.machine) for task, _ in tasks)
+        seconds /= max(1, int(self.placement.num_gpus))
         if train and cell.train is not None:
-            rate = self.known.measured.get(cost.throughput_name(self.machine, cell))
+            rate = self.known.measured.get(cost.throughput_name(self.machine, cell), 0.0) * max(1, int(self.placement.num_gpus))
             rate = rate or cost.tokens_per_second(shape, cell.train, self.machine, self.placement)
             seconds += max(0, cell.train.tokens - resume_tokens) / rate
         return seconds

@@ -21,6 +21,7 @@ from linear_core.evaluate.scores import Score, TaskSpec
 from linear_core.recipe import Recipe
 from sweeps import preflight
 from sweeps.cell import Cell, Placement, slug
+from sweeps.cost import must_shard
 from sweeps.provenance import provenance
 
 log = logging.getLogger(__name__)
@@ -44,12 +45,13 @@ class Bench:
 
     def base_model(self, name: str) -> Any:
         """The unconverted model, loaded when it is another than before, restored in place when it is linearized."""
-        from linear_core.models import load, load_tokenizer
+        from linear_core.models import load_tokenizer
+        from linear_core.ranks import load
 
         if self.base != name:
             self.model = self.tokenizer = None
             self.base = ""
-            self.model, self.tokenizer = load(name, device=self.device), load_tokenizer(name)
+            self.model, self.tokenizer = load(name, device=self.device, sharded=self._must_shard(name)), load_tokenizer(name)
             self.base = name
         elif self.train_key:
             from linear_core.convert import unconvert
@@ -57,6 +59,17 @@ class Bench:
             unconvert(self.model)
         self.train_key = ""
         return self.model
+
+    def _must_shard(self, name: str) -> bool:
+        """Whether the ranks that work together must spread the weights: they leave too little of a card's memory."""
+        from linear_core.models import resolve
+        from linear_core.ranks import current
+
+        if current().size == 1 or not self.device.startswith("cuda"):
+            return False
+        import torch
+
+        return must_shard(resolve(name).shape, torch.cuda.get_device_properties(self.device).total_memory)
 
     def text(self, cell: Cell) -> Any:
         """The training text in the base model's tokens (``linear_core.data.TokenData``)."""
@@ -81,11 +94,13 @@ class Bench:
         """The cell's recipe with ``hardest:SHARE`` as a list of layers: the folder's, else measured on held-out text."""
         if not cell.recipe.softmax_layers.startswith("hardest"):
             return cell.recipe
-        if folder is not None and (folder / "recipe.json").exists():
-            return Recipe(**json.loads((folder / "recipe.json").read_text()))
         from linear_core.diagnostics import resolve_hardest
+        from linear_core.ranks import current
 
-        return resolve_hardest(cell.recipe, self.model, lambda: self.text(cell))
+        known = folder / "recipe.json" if folder is not None else None
+        if text := current().on_first(lambda: known.read_text() if known and known.exists() else ""):
+            return Recipe(**json.loads(text))
+        return current().gather(lambda: resolve_hardest(cell.recipe, self.model, lambda: self.text(cell)))[0]
 
     def trained(self, cell: Cell, folder: Path) -> Any:
         """The model with a cell's trained parameters: as the training left it, else read from the cell's folder."""
@@ -107,9 +122,9 @@ def convert(cell: Cell, folder: Path, bench: Bench) -> dict[str, Any]:
     """
     started = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "cell.json", {"train_key": cell.train_key, "inputs": cell.inputs, "cell": cell.to_dict()})
+    _record(folder / "cell.json", {"train_key": cell.train_key, "inputs": cell.inputs, "cell": cell.to_dict()})
     model = bench.fresh(cell, folder)
-    write_json(folder / "recipe.json", (cell.recipe if cell.is_base else model.recipe).to_dict())
+    _record(folder / "recipe.json", (cell.recipe if cell.is_base else model.recipe).to_dict())
     return {"new_parameters": _count_new(cell, model), "seconds": time.perf_counter() - started}
 
 
@@ -151,7 +166,7 @@ def train(
         "placement": dataclasses.asdict(placement),
         "training": dataclasses.asdict(result),
     }
-    write_json(folder / "provenance.json", found)
+    _record(folder / "provenance.json", found)
     return found
 
 
@@ -167,7 +182,8 @@ def evaluate(
     """Measure a trained cell (or the base model) task by task; each task's scores are written and handed on at once.
 
     Returns all scores and, by task label, the exception of every task that failed: one costs only itself.
-    Out-of-memory and lost claims are raised at once, since the tasks after them would fail alike.
+    Out-of-memory and lost claims are raised at once, since the tasks after them would fail alike; so is what fails on
+    one of several ranks alone, since the others wait for it.
     """
     from linear_core.evaluate.run import evaluate_task
 
@@ -183,11 +199,11 @@ def evaluate(
             found = [preflight.flagged(cell, score) for score in measured]
         except Exception as error:
             if _is_fatal(error):
-                raise
+                raise  # to the flow, which ends all ranks
             log.exception("%s on %s failed", task.label, cell.label)
             failed[task.label] = error
             continue
-        write_json(folder / "scores" / f"{slug(task.label)}.json", [score.to_dict() for score in found])
+        _record(folder / "scores" / f"{slug(task.label)}.json", [score.to_dict() for score in found])
         scores += found
         if on_score:
             on_score(task, found)
@@ -195,9 +211,19 @@ def evaluate(
 
 
 def _is_fatal(error: BaseException) -> bool:
+    from linear_core.ranks import current, is_shared
     from sweeps.retries import cause_of
 
-    return cause_of(error) == "oom" or "CUDA error" in str(error)
+    alone = current().size > 1 and not is_shared(error)
+    return alone or cause_of(error) == "oom" or "CUDA error" in str(error)
+
+
+def _record(path: Path, content: Any) -> None:
+    """``write_json``, of several ranks by the first."""
+    from linear_core.ranks import current
+
+    if current().leads:
+        write_json(path, content)
 
 
 def adopt_checkpoints(earlier: Iterable[Path], folder: Path) -> bool:
@@ -227,10 +253,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @contextmanager
-def log_tail(folder: Path, *, level: int = logging.INFO) -> Iterator[Path]:
+def log_tail(folder: Path, name: str = "log.txt", *, level: int = logging.INFO) -> Iterator[Path]:
     """Keep what is logged meanwhile in ``folder/log.txt``, for ``golinear logs``."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "log.txt"
+    path = folder / name
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.setLevel(level)

@@ -71,5 +71,5 @@ def services_up(world: World) -> Iterator[dict[str, Running]]:
 def ray_here(world: World) -> Iterator[None]:
     from flows.cluster import cluster
 
-    with cluster():
+    with cluster(num_gpus=2):  # places that ranks on the CPU stand in
         yield
