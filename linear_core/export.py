@@ -202,7 +202,7 @@ def load_linearized(
     family = json.loads((folder / "config.json").read_text())["model_type"].removeprefix("linearized_")
     model_class: Any = MODEL_CLASSES[family]
     model = model_class.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
-    return freeze(model), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return freeze(model), AutoTokenizer.from_pretrained(folder, config=model.config, trust_remote_code=False)
 
 
 def model_card(base: BaseModel, recipe: Recipe, *, training: Iterable[str] = (), scores: str = "") -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # model_type in config.json → the class family that linear_core.convert has an adapter for
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+REMOTE_CODE = "GOLINEAR_REMOTE_CODE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ def resolve(name: str) -> BaseModel:
     """A registry name, a folder with a config.json, or a hub id → BaseModel.
 
     Raises ValueError for an unknown name (naming the registry), a folder without a config.json, an architecture
-    that is not supported, and a model that wants remote code.
+    that is not supported, and a model that wants remote code and is not allowed it by name (``may_run_its_code``).
     """
     if name in REGISTRY:
         known = REGISTRY[name]
@@ -172,12 +173,19 @@ def _from_config(config: dict[str, Any], name: str, source: str) -> BaseModel:
         raise ValueError(
             f"model {source!r} has architecture {config.get('architectures') or family!r}; supported: {_families()}"
         )
-    if config.get("auto_map"):
+    if config.get("auto_map") and not may_run_its_code(source):
         raise ValueError(
-            f"model {source!r} wants to run its own code (auto_map); remote code is off: use the original {family} folder"
+            f"model {source!r} wants to run its own code (auto_map); remote code is off: use the original {family} folder, "
+            f"or set {REMOTE_CODE}={source} when you trust it"
         )
     slug = re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip("-.") or "model"
     return BaseModel(name=slug, source=source, shape=_shape(config), licence=str(config.get("license", "unknown")))
+
+
+def may_run_its_code(source: str) -> bool:
+    """Whether ``GOLINEAR_REMOTE_CODE``, a comma list of hub ids and folders, names this model."""
+    named = [word.strip() for word in os.environ.get(REMOTE_CODE, "").split(",")]
+    return source in named or source in [str(Path(word).resolve()) for word in named if os.path.isabs(word)]
 
 
 def _shape(config: dict[str, Any]) -> Shape:
@@ -243,17 +251,18 @@ def load(base: BaseModel | str, *, device: str = "cpu", dtype: torch.dtype | Non
     dtype = dtype or (torch.bfloat16 if str(device).startswith("cuda") else torch.float32)
     model = AutoModelForCausalLM.from_pretrained(
         base.source, dtype=dtype, device_map=None if str(device) == "cpu" else device,
-        attn_implementation="sdpa", use_safetensors=True, trust_remote_code=False,
+        attn_implementation="sdpa", use_safetensors=True,
+        trust_remote_code=may_run_its_code(base.source),
     )  # fmt: skip
     return freeze(model)
 
 
 def load_tokenizer(base: BaseModel | str) -> PreTrainedTokenizerBase:
-    """The tokenizer that came with the model; never adds remote code."""
+    """The tokenizer that came with the model, without its code unless that is allowed by name."""
     from transformers import AutoTokenizer
 
     base = resolve(base) if isinstance(base, str) else base
-    return AutoTokenizer.from_pretrained(base.source, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(base.source, trust_remote_code=may_run_its_code(base.source))
 
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,6 +1,7 @@
 """Conversion: what is new, what is frozen, counts, files, refusals."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from linear_core.convert import (
     unconvert,
 )
 from linear_core.inspect import inspect_recipe
-from linear_core.models import REGISTRY, build, resolve
+from linear_core.models import REGISTRY, build, load, resolve
 from linear_core.recipe import Recipe, parse_budget, parse_layers
 from tests.core.tiny import LLAMA, base, linearized, randomised, tokens
 
@@ -115,7 +116,7 @@ def test_refusals_say_what_is_allowed(tmp_path):
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*supported: llama"):
         resolve(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}')
-    with pytest.raises(ValueError, match="remote code is off"):
+    with pytest.raises(ValueError, match=r"remote code is off.*GOLINEAR_REMOTE_CODE=/"):
         resolve(str(tmp_path))
     with pytest.raises(ValueError, match=r"not known; allowed: qwen3-0\.6b-base"):
         resolve("gpt-7")
@@ -163,3 +164,20 @@ def test_layers_that_keep_softmax_attention_have_one_spelling():
     shape, half = REGISTRY["smollm2-135m"].shape, "gdn 56+8 {}:0.5"
     hardest, uniform = (inspect_recipe(shape, Recipe.parse(half.format(kind))) for kind in ("hardest", "uniform"))
     assert hardest["linearized_layers"] == 15 and hardest["by_length"] == uniform["by_length"]
+
+
+def test_a_model_named_in_the_environment_may_run_its_code(tmp_path, monkeypatch):
+    base().save_pretrained(tmp_path / "own")
+    (tmp_path / "own" / "code.py").write_text(
+        "from transformers import LlamaForCausalLM\nclass Own(LlamaForCausalLM):\n    said = 'hello'\n"
+    )
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "code.Own"}
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    for named in ("", "own", f"{tmp_path}/other"):
+        monkeypatch.setenv("GOLINEAR_REMOTE_CODE", named)
+        with pytest.raises(ValueError, match="remote code is off"):
+            load(str(tmp_path / "own"))
+    monkeypatch.setenv("GOLINEAR_REMOTE_CODE", f"org/other, {tmp_path}/own/")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    assert load(str(tmp_path / "own")).said == "hello"
