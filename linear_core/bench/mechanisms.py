@@ -92,12 +92,17 @@ class Cost:
         return self.forward + self.backward
 
 
-def measure(forwards: dict[str, Callable[[], Tensor]], *, device: str, repeats: int) -> dict[str, Cost]:
+Clock = Callable[[], float]
+
+
+def measure(
+    forwards: dict[str, Callable[[], Tensor]], *, device: str, repeats: int, clock: Clock = time.perf_counter
+) -> dict[str, Cost]:
     """The best of ``repeats`` rounds; every round runs all of them in turn, so that a busy machine hits all alike."""
     costs: dict[str, list[Cost]] = {name: [] for name in forwards}
     for turn in range(repeats + 1):
         for name, forward in forwards.items():
-            cost = _once(forward, device)
+            cost = _once(forward, device, clock)
             if turn:  # the first round compiles and warms up
                 costs[name].append(cost)
     return {
@@ -106,7 +111,7 @@ def measure(forwards: dict[str, Callable[[], Tensor]], *, device: str, repeats: 
     }
 
 
-def _once(forward: Callable[[], Tensor], device: str) -> Cost:
+def _once(forward: Callable[[], Tensor], device: str, clock: Clock) -> Cost:
     cuda = device.startswith("cuda")
     synchronize = torch.cuda.synchronize if cuda else lambda: None
     before = 0
@@ -114,13 +119,13 @@ def _once(forward: Callable[[], Tensor], device: str) -> Cost:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     synchronize()
-    start = time.perf_counter()
+    start = clock()
     y = forward()
     synchronize()
-    middle = time.perf_counter()
+    middle = clock()
     y.backward(torch.ones_like(y))
     synchronize()
-    end = time.perf_counter()
+    end = clock()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if cuda else None
     return Cost((middle - start) * 1e3, (end - middle) * 1e3, peak)
 
@@ -140,14 +145,16 @@ def measure_step(step: Callable[[], Tensor], device: str, repeats: int) -> float
     return best
 
 
-def on_the_cpu(shape: Shape, recipes: dict[str, Recipe], tokens: int, repeats: int) -> Iterator[dict[str, Any]]:
+def on_the_cpu(
+    shape: Shape, recipes: dict[str, Recipe], tokens: int, repeats: int, clock: Clock = time.perf_counter
+) -> Iterator[dict[str, Any]]:
     """Chunked against the token loop and against full attention, forward and backward, with the targets."""
     layers = {name: Layer(shape, recipe, "cpu", torch.float32) for name, recipe in recipes.items()}
     full = Layer(shape, None, "cpu", torch.float32).prepare(tokens)
     runs = {name: layer.prepare(tokens) for name, layer in layers.items()}
-    fast = measure({"softmax": full, **runs}, device="cpu", repeats=repeats)
+    fast = measure({"softmax": full, **runs}, device="cpu", repeats=repeats, clock=clock)
     with forced("reference"):
-        slow = measure(runs, device="cpu", repeats=max(1, repeats // 3))
+        slow = measure(runs, device="cpu", repeats=max(1, repeats // 3), clock=clock)
     softmax = fast.pop("softmax")
     yield {"mechanism": "softmax", "T": tokens, "forward_ms": softmax.forward, "backward_ms": softmax.backward}
     for name, cost in fast.items():
@@ -209,14 +216,18 @@ def run(
     budget: str = "0+0",
     lengths: Sequence[int] = (),
     repeats: int = 5,
+    cpu_time: bool = False,
 ) -> list[dict[str, Any]]:
-    """The rows of the table. model: a base model's name, for its shape. Raises ValueError for unknown names and budgets."""
+    """The rows of the table. model: a base model's name, for its shape. cpu_time: CPU seconds of one
+    thread (on the CPU). Raises ValueError for unknown names and budgets."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
     shape = resolve(model or MODELS[kind]).shape
     window, sinks = parse_budget(budget)
     recipes = {name: Recipe(mechanism=name, window=window, sinks=sinks) for name in mechanisms}
     if kind == "cpu":
-        return [row for tokens in lengths or LENGTHS[kind] for row in on_the_cpu(shape, recipes, tokens, repeats)]
+        clock = time.process_time if cpu_time else time.perf_counter
+        torch.set_num_threads(1 if cpu_time else torch.get_num_threads())
+        return [row for tokens in lengths or LENGTHS[kind] for row in on_the_cpu(shape, recipes, tokens, repeats, clock)]
     return list(by_length(shape, recipes, lengths or LENGTHS[kind], repeats, device, torch.bfloat16))
 
 
@@ -231,11 +242,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--lengths", default="", help="comma-separated numbers of tokens (default: 512, or 2048 … 131072)"
     )
     parser.add_argument("--repeats", type=int, default=5, help="rounds; the best counts")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="CPU time of one thread instead of wall time, for a machine that others use"
+    )
     parser.add_argument("--output", help="write the rows as JSON")
     options = parser.parse_args(argv)
     rows = run(
         device=options.device, model=options.model, mechanisms=options.mechanisms.split(","), budget=options.budget,
         lengths=[int(n) for n in options.lengths.split(",") if n], repeats=options.repeats,
+        cpu_time=options.cpu_time,
     )  # fmt: skip
     show(
         f"attention layers, budget {options.budget}, on {options.device}",
