@@ -227,7 +227,9 @@ def run(
     if kind == "cpu":
         clock = time.process_time if cpu_time else time.perf_counter
         torch.set_num_threads(1 if cpu_time else torch.get_num_threads())
-        return [row for tokens in lengths or LENGTHS[kind] for row in on_the_cpu(shape, recipes, tokens, repeats, clock)]
+        return [
+            row for tokens in lengths or LENGTHS[kind] for row in on_the_cpu(shape, recipes, tokens, repeats, clock)
+        ]
     return list(by_length(shape, recipes, lengths or LENGTHS[kind], repeats, device, torch.bfloat16))
 
 
@@ -243,7 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=5, help="rounds; the best counts")
     parser.add_argument(
-        "--cpu-time", action="store_true", help="CPU time of one thread instead of wall time, for a machine that others use"
+        "--cpu-time",
+        action="store_true",
+        help="CPU time of one thread instead of wall time, for a machine that others use",
     )
     parser.add_argument("--output", help="write the rows as JSON")
     options = parser.parse_args(argv)
