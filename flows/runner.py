@@ -21,6 +21,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.progress import Forgiving, Progress
 from flows.queue import Queue
 from flows.slots import Slot, StageFailed
+from flows.warmth import Warmth, Watch
 from flows.workers import read_tail
 from linear_core.models import resolve
 from sweeps import preflight, priorities, queries, retries
@@ -80,6 +81,7 @@ class Runner:
     def __post_init__(self) -> None:
         self.holder = new_holder()
         self._lock = Lock()
+        self._warmth = Warmth(self.say)
         self._asked_at = 0.0  # whether the sweep is cancelled
         self._asked_for_room = False
         self._no_more = False  # start no further cell: one failed and that is enough, or the disk is full
@@ -271,11 +273,17 @@ class Runner:
         halt = _Any(self.stop.is_set, lost.is_set, self.cancelled, _NowAndThen(lambda: not self.store.holds(claim)))
         diverged = _Any(halt.is_set, lambda: bool(progress.diverged))
 
-        def stage(name: str, *arguments: Any, stop: Event = halt) -> Any:
+        def stage(name: str, *arguments: Any, stop: Event = halt, watch: Watch = lambda _said: None) -> Any:
             started = time.monotonic()
+
+            def on_progress(said: dict[str, Any]) -> None:
+                watch(said)
+                progress(said)
+
             try:
                 return STAGES[name](name, cell.label, lambda: slot.call(
-                    name, cell, claim, *arguments, stop=stop, attempt=claim.attempt, on_progress=progress
+                    name, cell, claim, *arguments, stop=stop, attempt=claim.attempt,
+                    on_progress=on_progress,
                 ))  # fmt: skip
             finally:
                 with self._lock:
@@ -290,7 +298,8 @@ class Runner:
             failures = queries.attempts_at(self.store, item.key).failures
             micro_batch = retries.micro_batch(cell.train.batch_size // max(1, int(self.placement.num_gpus)), failures)
             stage("convert")
-            found = stage("train", micro_batch, stop=diverged)
+            with self._warmth.around_training(slot, halt) as watch:
+                found = stage("train", micro_batch, stop=diverged, watch=watch)
             if found is None and progress.diverged:
                 raise StageFailed("pruned", progress.diverged)
             if found is None:

@@ -22,7 +22,7 @@ import ray
 from flows.slots import StageFailed
 from linear_core.evaluate.scores import Score, TaskSpec
 from linear_core.outcome import Interrupted
-from sweeps import stages, system_metrics
+from sweeps import kernels, stages, system_metrics
 from sweeps.blobs import CHECKPOINTS
 from sweeps.cell import Cell, Placement
 from sweeps.mirror import Mirror, mirrored, saved_tokens
@@ -55,6 +55,7 @@ class Worker:
         self._folder = Path()
         self._mirror: Mirror | None = None  # of the checkpoints, when the blobs are at a URL
         self._sampled_at = -SAMPLE_SECONDS
+        self._published = 0  # files of compiled kernels
         self._allocated: int | None = None  # bytes on the GPU after the base model was loaded
 
     def address(self) -> str:
@@ -70,6 +71,26 @@ class Worker:
 
         ranks.join(self.rank, self.size, address, self.placement.device)
         return self.node()
+
+    def kernels(self) -> str:
+        """The kind of kernels that are compiled here (linear_core.kernel_archive); "" on a CPU."""
+        from linear_core import kernel_archive
+
+        return kernel_archive.key() if self.placement.device.startswith("cuda") else ""
+
+    def fetch_kernels(self, url: str) -> int:
+        """See ``sweeps.kernels.fetch``."""
+        return kernels.fetch(url) if self.rank == 0 else 0
+
+    @ray.method(concurrency_group="control")
+    def publish_kernels(self, url: str) -> int:
+        """See ``sweeps.kernels.publish``; while a stage runs. Nothing is put when there is nothing new."""
+        from linear_core import kernel_archive
+
+        if self.rank or (number := len(kernel_archive.files())) == self._published:
+            return 0
+        self._published = number
+        return kernels.publish(url)
 
     def convert(self, cell: Cell, claim: Claim) -> dict[str, Any]:
         """Linearize; see ``stages.convert``."""

@@ -232,11 +232,20 @@ def build(shape: Shape, *, device: str = "meta", dtype: torch.dtype | None = Non
 
     if device != "meta":
         torch.manual_seed(seed)
+    _keep_kernels(device)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             config_of(shape), dtype=dtype or torch.float32, attn_implementation="sdpa"
         )
     return freeze(model)
+
+
+def _keep_kernels(device: str) -> None:
+    """What is compiled for a GPU is kept where it can be packed: asked before anything is."""
+    if str(device).startswith("cuda"):
+        from linear_core import kernel_archive
+
+        kernel_archive.use()
 
 
 def load(base: BaseModel | str, *, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -248,6 +257,7 @@ def load(base: BaseModel | str, *, device: str = "cpu", dtype: torch.dtype | Non
     from transformers import AutoModelForCausalLM
 
     base = resolve(base) if isinstance(base, str) else base
+    _keep_kernels(device)
     dtype = dtype or (torch.bfloat16 if str(device).startswith("cuda") else torch.float32)
     model = AutoModelForCausalLM.from_pretrained(
         base.source, dtype=dtype, device_map=None if str(device) == "cpu" else device,

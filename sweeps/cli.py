@@ -8,14 +8,14 @@ import sys
 
 import typer
 
-from sweeps.commands import control, diagnose, models, reports, services, studies
+from sweeps.commands import control, diagnose, kernels, models, reports, services, studies
 from sweeps.commands.console import Refused, say
 
 app = typer.Typer(
     name="golinear", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Turn pretrained transformers into linear-time models: convert, train, measure, and sweep.",
 )  # fmt: skip
-for group in (services, studies, reports, control, models, diagnose):
+for group in (services, studies, reports, control, models, diagnose, kernels):
     group.add_to(app)
 
 

@@ -36,7 +36,7 @@ def test_imports_go_down_the_stairs(package):
 LIGHT = """
 linear_core.recipe linear_core.models linear_core.settings linear_core.mechanisms linear_core.evaluate.scores
 linear_core.evaluate.run sweeps.cell sweeps.grids sweeps.plan sweeps.store sweeps.tables sweeps.stages sweeps.tracking
-sweeps.cli sweeps.candidates sweeps.services sweeps.doctor
+sweeps.cli sweeps.candidates sweeps.services sweeps.doctor sweeps.kernels linear_core.kernel_archive
 """
 
 
