@@ -77,6 +77,7 @@ class Runner:
     fail_fast: bool = False
     prune: float | None = None  # end a cell whose loss is over so many times its best (sweeps.pruning)
     accept_base_scores: bool = False  # train on although a base model's scores are not the published ones
+    worker: type | None = None  # flows.workers.Worker
     stop: Event = field(default_factory=Event)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -91,7 +92,7 @@ class Runner:
 
     def run(self, plan: Plan) -> None:
         """Round after round until nothing is left that may run; ``outcomes`` and ``seconds`` (by stage) tell."""
-        slots = [Slot(self.store, self.placement, self._ask_for_room) for _ in range(self.num_slots)]
+        slots = [Slot(self.store, self.placement, self._ask_for_room, self.worker) for _ in range(self.num_slots)]
         try:
             while not self.stop.is_set():
                 todo, waiting = self._open(plan)

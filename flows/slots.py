@@ -41,8 +41,14 @@ class StageFailed(Exception):
 class Slot:
     """One worker process at a time (of a cell with several GPUs: one a GPU), for cells of one base model at a time. Used by one thread."""
 
-    def __init__(self, store: Store, placement: Placement, on_waiting: Callable[[], None] = lambda: None):
-        self.store, self.placement = store, placement
+    def __init__(
+        self,
+        store: Store,
+        placement: Placement,
+        on_waiting: Callable[[], None] = lambda: None,
+        worker: type | None = None,
+    ):
+        self.store, self.placement, self.worker = store, placement, worker
         self.on_waiting = on_waiting  # called every second while a new worker finds no place
         self.base = ""
         self.node = ""
@@ -58,7 +64,7 @@ class Slot:
         from flows.group import Group
 
         self.close()
-        self._group = Group(self.store, self.placement)
+        self._group = Group(self.store, self.placement, self.worker)
         self.node = self._node(stop)
         self.base = base
 
