@@ -124,7 +124,7 @@ def from_json(text: str, name: str = "the file") -> Study:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         said = found.get("format") if isinstance(found, dict) else type(found).__name__
         raise ValueError(f"{name} is not a study: its format is {said!r}; allowed: {FORMAT!r}, of golinear table --format json")
-    cells = {cell["key"]: {"base_parameters": _parameters(cell["base"]), **cell} for cell in found["cells"]}
+    cells = {cell["key"]: cell if "base_parameters" in cell else {**cell, **_parameters(cell["base"])} for cell in found["cells"]}
     blank = dict.fromkeys(SCORE_COLUMNS)
     texts = dict.fromkeys(("reason", "flags", "source", "harness"), "")
     rows = [{**cells[row["key"]], **blank, **texts, **row} for row in found["scores"]]
@@ -137,11 +137,11 @@ def from_json(text: str, name: str = "the file") -> Study:
     )  # fmt: skip
 
 
-def _parameters(base: str) -> int:
-    """Of a base model of the registry: files of the first days do not say; 0 of others."""
+def _parameters(base: str) -> dict[str, int]:
+    """What files of the first days do not say, for base models of the registry; 0 of others."""
     from linear_core.models import REGISTRY
 
-    return REGISTRY[base].shape.num_parameters if base in REGISTRY else 0
+    return {"base_parameters": REGISTRY[base].shape.num_parameters if base in REGISTRY else 0}
 
 
 def read(paths: Iterable[Path]) -> Study:
