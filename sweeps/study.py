@@ -161,8 +161,8 @@ def _curve(store: Store, key: str) -> dict[str, list[float]]:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     except (OSError, KeyError, json.JSONDecodeError):
         return {}
-    step = max(1, math.ceil(len(rows) / CURVE_POINTS))
-    parts = [rows[start : start + step] for start in range(0, len(rows), step)]
+    points = min(CURVE_POINTS, len(rows))
+    parts = [rows[len(rows) * i // points : len(rows) * (i + 1) // points] for i in range(points)]
     names = [name for name in CURVE_NAMES if all(isinstance(row.get(name), int | float) for row in rows)]
     curve = {name: [_rounded(math.fsum(row[name] for row in part) / len(part)) for part in parts] for name in names}
     if "tokens_seen" not in curve:
