@@ -118,3 +118,11 @@ def test_all_figures_of_a_study_that_has_everything(store: Store) -> None:
     lack = "gdn 56+8, niah_single_1@2048 is missing (its data is not here)"
     assert {name for name, d in drawings.items() if lack in d.lacks} >= {"scores-qwen3-0-6b-base-2", "budget", "lengths"}
     assert "qwen3-0.6b-base gdn 56+8 lacks a score" in drawings["cost"].lacks
+
+
+def test_the_example_of_the_docs_is_what_its_results_give() -> None:
+    """Words and tables of the committed page follow from the study.json beside it; figures may move with matplotlib."""
+    folder = Path(__file__).parents[2] / "docs" / "example-report"
+    words = [re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL) for text in (
+        (folder / "index.html").read_text(), report.html(study.read([folder / "study.json"])))]  # fmt: skip
+    assert words[0] == words[1], "golinear report --from docs/example-report/study.json -o docs/example-report"
