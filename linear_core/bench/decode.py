@@ -237,8 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = Recipe.parse(options.recipe)
     if recipe.mechanism == "softmax":
         raise ValueError("bench decode compares a linearized recipe with full attention; allowed: gdn 56+8, …")
-    rows = list(run(shape, recipe, device=options.device, lengths=lengths, batch_size=options.batch_size))
-    show(f"Decoding, {options.model if not options.tiny else 'tiny'}", rows, device=options.device, output=options.output)
+    measured = run(shape, recipe, device=options.device, lengths=lengths, batch_size=options.batch_size)
+    name = "tiny" if options.tiny else options.model
+    rows = show(f"Decoding, {name}", measured, device=options.device, output=options.output)
     sizes = {(r["sequences"], r["cache_mib"]) for r in rows if r["what"] == recipe.name and "cache_mib" in r}
     return int(len(sizes) != len({sequences for sequences, _ in sizes}))
 

@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = convert(model, Recipe.parse(options.recipe)).eval()
         if options.parameters:
             load_new_parameters(model, options.parameters)
-    rows = list(run(model, tokenizer, specs, part=options.part, only_ours=options.only_ours, clock=clock))
+    rows = run(model, tokenizer, specs, part=options.part, only_ours=options.only_ours, clock=clock)
     show(f"Evaluation of {options.model} {options.recipe}", rows, device=options.device, output=options.output)
     return 0
 

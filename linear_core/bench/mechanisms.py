@@ -217,8 +217,8 @@ def run(
     lengths: Sequence[int] = (),
     repeats: int = 5,
     cpu_time: bool = False,
-) -> list[dict[str, Any]]:
-    """The rows of the table. model: a base model's name, for its shape. cpu_time: CPU seconds of one
+) -> Iterator[dict[str, Any]]:
+    """The rows of the table, as they are measured. model: a base model's name, for its shape. cpu_time: CPU seconds of one
     thread (on the CPU). Raises ValueError for unknown names and budgets."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
     shape = resolve(model or MODELS[kind]).shape
@@ -227,10 +227,10 @@ def run(
     if kind == "cpu":
         clock = time.process_time if cpu_time else time.perf_counter
         torch.set_num_threads(1 if cpu_time else torch.get_num_threads())
-        return [
+        return (
             row for tokens in lengths or LENGTHS[kind] for row in on_the_cpu(shape, recipes, tokens, repeats, clock)
-        ]
-    return list(by_length(shape, recipes, lengths or LENGTHS[kind], repeats, device, torch.bfloat16))
+        )
+    return by_length(shape, recipes, lengths or LENGTHS[kind], repeats, device, torch.bfloat16)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -251,17 +251,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", help="write the rows as JSON")
     options = parser.parse_args(argv)
-    rows = run(
+    measured = run(
         device=options.device, model=options.model, mechanisms=options.mechanisms.split(","), budget=options.budget,
         lengths=[int(n) for n in options.lengths.split(",") if n], repeats=options.repeats,
         cpu_time=options.cpu_time,
     )  # fmt: skip
-    show(
-        f"attention layers, budget {options.budget}, on {options.device}",
-        rows,
-        device=options.device,
-        output=options.output,
-    )
+    title = f"attention layers, budget {options.budget}, on {options.device}"
+    rows = show(title, measured, device=options.device, output=options.output)
     return 1 if any(row.get("within_targets") == "no" for row in rows) else 0
 
 

@@ -123,17 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = TINY if options.tiny else resolve(options.model).shape
     lengths = [64, 128] if options.tiny else [int(n) for n in options.lengths.split(",")]
     recipe = Recipe.parse(options.recipe)
-    rows = list(
-        run(
-            shape,
-            recipe,
-            device=options.device,
-            lengths=lengths,
-            batch_size=options.batch_size,
-            repeats=1 if options.tiny else 3,
-        )
+    repeats = 1 if options.tiny else 3
+    measured = run(
+        shape, recipe, device=options.device, lengths=lengths, batch_size=options.batch_size, repeats=repeats
     )
-    show(f"Prefill, {'tiny' if options.tiny else options.model}", rows, device=options.device, output=options.output)
+    name = "tiny" if options.tiny else options.model
+    rows = show(f"Prefill, {name}", measured, device=options.device, output=options.output)
     sizes = {row["cache_mib"] for row in rows if row["what"] == recipe.name and "cache_mib" in row}
     return int(len(sizes) > 1)
 

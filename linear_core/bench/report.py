@@ -42,9 +42,12 @@ def show(
     device: str,
     output: str | None = None,
     hidden: Sequence[str] = (),
-) -> None:
-    """Print rows as a table (their keys but ``hidden`` are the columns). ``output`` holds them all as JSON, each from the
-    moment that it is measured."""
+) -> list[Mapping[str, Any]]:
+    """Print rows as a table (their keys but ``hidden`` are the columns) and return them.
+
+    Each is said on standard error, and is in ``output`` (JSON), from the moment that it is measured: a run that is cut
+    short has lost none.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -52,6 +55,8 @@ def show(
     done: list[Mapping[str, Any]] = []
     for row in rows:
         done.append(row)
+        said = ", ".join(f"{name.replace('_', ' ')} {_cell(row[name])}" for name in row if name not in hidden)
+        sys.stderr.write(said + "\n")
         if output:
             Path(output).parent.mkdir(parents=True, exist_ok=True)
             Path(output).write_text(json.dumps({**about, "rows": done}, indent=1) + "\n")
@@ -63,6 +68,7 @@ def show(
     for row in done:
         table.add_row(*(_cell(row.get(column)) for column in columns))
     console.print(table)
+    return done
 
 
 def _cell(value: Any) -> str:

@@ -12,15 +12,16 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from linear_core.kernels.tuned import fla_module
 
 MAX_KEY_SIZE = 256
-# Up to this many elements of q the forward pass keeps what the backward pass would make again (7 × q's bytes a layer:
-# 235 MB at 4096 tokens, H = 32, D = 128); beyond it memory comes first.
-KEEP_UP_TO = 2**25
+# The forward pass keeps what the backward pass would make again (7 × q's bytes a layer: 235 MB at 4096 tokens, H = 32,
+# D = 128) as long as 32 layers of it take no more than this share of the card's memory.
+KEPT_SHARE = 1 / 4
 
 
 def gated_linear_attention(
@@ -80,9 +81,10 @@ def _chunk_kda(
         raise ValueError(
             f"the delta-rule kernel needs K ≤ {MAX_KEY_SIZE}, not {q.shape[-1]} (q {list(q.shape)}); use chunked"
         )
+    keep = 7 * 32 * q.numel() * v.element_size() <= KEPT_SHARE * card_memory(q.device.index)
     return kernel("kda", "chunk_kda")(
         q.to(v.dtype), k.to(v.dtype), v, gate, beta.float(), scale=scale, initial_state=to_float(state),
-        output_final_state=True, disable_recompute=q.numel() <= KEEP_UP_TO, **options,
+        output_final_state=True, disable_recompute=keep, **options,
     )  # fmt: skip
 
 
@@ -90,6 +92,12 @@ def _chunk_kda(
 def kernel(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """A kernel by name."""
     return getattr(fla_module(f"ops.{module}"), name)
+
+
+@cache
+def card_memory(index: int) -> int:
+    """Bytes of a card's memory."""
+    return torch.cuda.get_device_properties(index).total_memory
 
 
 def need_cuda(q: Tensor) -> None:
