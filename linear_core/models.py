@@ -179,7 +179,7 @@ def _from_config(config: dict[str, Any], name: str, source: str) -> BaseModel:
             f"or set {REMOTE_CODE}={source} when you trust it"
         )
     slug = re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip("-.") or "model"
-    return BaseModel(name=slug, source=source, shape=_shape(config), licence=str(config.get("license", "unknown")))
+    return BaseModel(name=slug, source=source, shape=shape_from(config), licence=str(config.get("license", "unknown")))
 
 
 def may_run_its_code(source: str) -> bool:
@@ -188,7 +188,8 @@ def may_run_its_code(source: str) -> bool:
     return source in named or source in [str(Path(word).resolve()) for word in named if os.path.isabs(word)]
 
 
-def _shape(config: dict[str, Any]) -> Shape:
+def shape_from(config: dict[str, Any]) -> Shape:
+    """The shape that a config.json tells, of a base model or of an export."""
     family = config["model_type"].removeprefix("linearized_")
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
@@ -208,7 +209,7 @@ def _shape(config: dict[str, Any]) -> Shape:
 
 def shape_of(config: PretrainedConfig) -> Shape:
     """The shape behind a transformers configuration."""
-    return _shape(config.to_dict())
+    return shape_from(config.to_dict())
 
 
 def config_of(shape: Shape) -> PretrainedConfig:

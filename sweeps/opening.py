@@ -42,6 +42,28 @@ def open_model(what: str, *, device: str = "cpu") -> Opened:
     return _open_cell(_published(what), device)
 
 
+def described(what: str) -> tuple[models.Shape, Recipe | None]:
+    """Shape and recipe (None: a base model) of whatever ``open_model`` opens, without its weights; raises as it does."""
+    from linear_core.export import POINTER_FILE, is_linearized_folder
+
+    folder = Path(what)
+    if not folder.is_dir() and what not in models.REGISTRY and "/" not in what:
+        folder = _published(what)
+    if (folder / "cell.json").exists():
+        cell = Cell.from_dict(json.loads((folder / "cell.json").read_text())["cell"])
+        kept = folder / "recipe.json"  # which layers the hardest are is known there
+        recipe = Recipe(**json.loads(kept.read_text())) if kept.exists() else cell.recipe
+        return models.resolve(cell.base).shape, None if cell.is_base else recipe
+    if folder.is_dir() and is_linearized_folder(folder):
+        if (folder / POINTER_FILE).exists():
+            pointer = json.loads((folder / POINTER_FILE).read_text())
+            known = pointer["base"] in models.REGISTRY
+            return models.resolve(pointer["base" if known else "source"]).shape, Recipe(**pointer["recipe"])
+        config = json.loads((folder / "config.json").read_text())
+        return models.shape_from(config), Recipe(**config["golinear"])
+    return models.resolve(what).shape, None
+
+
 def _published(text: str) -> Path:
     from sweeps import queries
     from sweeps.store import Store

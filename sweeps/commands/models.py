@@ -41,13 +41,17 @@ def inspect(
     layers: str = LAYERS,
     json: bool = JSON,
 ) -> None:
-    """Layers, new parameters and cache bytes by length against full attention; needs no weights."""
+    """Layers, new parameters and cache bytes by length against full attention; needs no weights.
+
+    Of a linearized folder or a cell: what it is, whatever the options say.
+    """
     from rich.table import Table
 
     from linear_core.inspect import inspect_recipe
-    from linear_core.models import resolve
+    from sweeps.opening import described
 
-    facts = inspect_recipe(resolve(what).shape, _recipe(mechanism, budget, adaptation, merge, layers))
+    shape, own = described(what)
+    facts = inspect_recipe(shape, own or _recipe(mechanism, budget, adaptation, merge, layers))
     if json:
         console.print_json(data={"model": what, **facts})
         return

@@ -12,13 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 from linear_core.evaluate.scores import TaskSpec
-from linear_core.models import Shape
+from linear_core.export import export, export_delta
+from linear_core.models import Shape, resolve
+from linear_core.recipe import Recipe
 from linear_core.settings import TrainSettings
 from linear_core.train import train_command
 from sweeps import stages
 from sweeps.cell import Cell
 from sweeps.commands.diagnose import diagnose
 from sweeps.grids import ablation, pin
+from sweeps.opening import described
 from sweeps.retries import cause_of
 
 TRAIN = TrainSettings(tokens=6 * 64, sequence_length=32, batch_size=2, warmup_steps=1)
@@ -138,6 +141,23 @@ def test_the_hardest_layers_in_a_training_outside_any_sweep(cells: list[Cell], t
     train_command(cells[1].base, "gdn 8+2 hardest:0.5", home / "alone", settings=settings, data=text)
     trained = {name.split(".")[2] for name in load_file(home / "alone" / "new_parameters.safetensors")}
     assert trained in ({"0"}, {"1"}), "one of the two layers keeps softmax attention and has nothing to train"
+
+
+def test_what_a_folder_or_a_cell_is_needs_no_weights(cells: list[Cell], text: str, home: Path) -> None:
+    cell = dataclasses.replace(cells[1], recipe=Recipe.parse("gdn 8+2 conv hardest:0.5"))
+    bench = stages.Bench(source=text)
+    stages.convert(cell, home / "cell", bench)
+    base = resolve(cell.base)
+    export_delta(bench.model, base, "r", home / "delta")
+    export(bench.model, None, base, home / "full")
+    for name in ("cell", "full", "delta"):
+        for weights in (home / name).glob("*.safetensors"):
+            weights.unlink()
+        shape, recipe = described(str(home / name))
+        assert shape == base.shape and recipe == bench.model.recipe and recipe.softmax_layers.startswith("list:"), name
+    assert described(cell.base) == (base.shape, None)
+    with pytest.raises(ValueError, match="is no model, folder or trained cell"):
+        described("gpt-7")
 
 
 def test_diagnose_writes_tables_and_figures(
