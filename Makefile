@@ -17,7 +17,7 @@ export DO_NOT_TRACK := true
 export NO_MKDOCS_2_WARNING := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: help install up down demo test test-faults docs lint bench constraints clean
+.PHONY: help install up down demo test test-faults docs lint audit bench constraints clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 22
@@ -54,8 +54,12 @@ $(VENV)/.docs: $(STAMP)
 	@$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
 	@touch $@
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## ruff, mypy, and a look at known vulnerabilities (which does not fail here)
 	@ruff check . && mypy
+	-@bash scripts/audit.sh
+
+audit: $(STAMP)  ## known vulnerabilities of the installed packages, where their database can be reached
+	@bash scripts/audit.sh
 
 bench: $(STAMP)  ## speed of the mechanisms on this machine
 	@golinear bench mechanisms

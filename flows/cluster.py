@@ -54,12 +54,13 @@ def cluster(num_gpus: int | None = None) -> Iterator[Capacity]:
         yield _capacity(ray)
         return
     address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        _keep_to_this_machine()
     own: dict[str, Any] = {
         "address": "local",
         "include_dashboard": False,
         "num_gpus": num_gpus,
         "object_store_memory": OBJECT_STORE_BYTES,
-        "_node_ip_address": "127.0.0.1",
         "_system_config": {"worker_niceness": 0},  # 15 by default: a loaded machine would starve the training
     }
     with _signals_kept():
@@ -68,6 +69,18 @@ def cluster(num_gpus: int | None = None) -> Iterator[Capacity]:
         yield _capacity(ray)
     finally:
         ray.shutdown()
+
+
+def _keep_to_this_machine() -> None:
+    """An own instance listens on loopback alone. (That it asks for a token Ray itself sees to.)
+
+    On Linux Ray takes 127.0.0.1 for the machine's outer address and listens on all of them; where it expects no cluster
+    it does not. Its processes read that from the environment, this one at its import of Ray.
+    """
+    from ray._private import ray_constants
+
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 @contextmanager

@@ -11,10 +11,12 @@ import os
 import signal
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 POLL_SECONDS = 2.0
-HERE_ALREADY = "already exists"
+PATIENCE_SECONDS = 300.0  # for a cluster that starts, or whose head is replaced
 
 
 def main() -> int:
@@ -31,23 +33,39 @@ def main() -> int:
         raise ValueError(
             "set RAY_API_SERVER_ADDRESS to http://HOST:8265; PREFECT__FLOW_RUN_ID comes from Prefect's worker"
         )
-    client = JobSubmissionClient(address)
+    client = _patient(lambda: JobSubmissionClient(address))
     job = f"prefect-{flow_run}"
+    given: dict[str, Any] = {
+        "entrypoint": f"python -m prefect.engine {flow_run}",
+        "submission_id": job,
+        "runtime_env": {"env_vars": {"PREFECT__FLOW_RUN_ID": flow_run}},
+        "metadata": {"prefect_flow_run": flow_run},
+    }
     try:
-        client.submit_job(
-            entrypoint=f"python -m prefect.engine {flow_run}",
-            submission_id=job,
-            runtime_env={"env_vars": {"PREFECT__FLOW_RUN_ID": flow_run}},
-            metadata={"prefect_flow_run": flow_run},
-        )
+        _patient(lambda: client.submit_job(**given))
     except RuntimeError as error:
-        if HERE_ALREADY not in str(error):
+        if "already exists" not in str(error):
             raise
     signal.signal(signal.SIGTERM, lambda *_: client.stop_job(job))
     _say(f"Ray job {job} at {address}")
     status = _follow(client, job)
     _say(f"Ray job {job}: {status}")
     return 0 if status == JobStatus.SUCCEEDED else 1
+
+
+def _patient(ask: Callable[[], T]) -> T:
+    """Ask again while the cluster is not there (yet): no connection, or a head whose agents are still starting."""
+    until, said = time.monotonic() + PATIENCE_SECONDS, ""
+    while True:
+        try:
+            return ask()
+        except (OSError, RuntimeError) as error:
+            away = isinstance(error, OSError) or "No available agent" in str(error)
+            if not away or time.monotonic() > until:
+                raise
+            if said != (said := str(error).splitlines()[0]):
+                _say(f"waiting for Ray: {said}")
+            time.sleep(POLL_SECONDS)
 
 
 def _follow(client: Any, job: str) -> Any:
@@ -58,7 +76,7 @@ def _follow(client: Any, job: str) -> Any:
             sys.stdout.write(lines)
             sys.stdout.flush()
 
-    while not (status := client.get_job_status(job)).is_terminal():
+    while not (status := _patient(lambda: client.get_job_status(job))).is_terminal():
         try:
             asyncio.run(copy())
         except Exception as error:  # noqa: BLE001 - the log is for people; the job goes on without it

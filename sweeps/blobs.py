@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
-from sweeps.home import home
+from sweeps.home import home, shown
 
 CHECKPOINTS = "checkpoints"  # of an attempt's folder: kept only until its cell is published
 SAFE = re.compile(r"[a-z0-9_-]+/[0-9]+")
@@ -76,9 +77,7 @@ class Blobs:
         if newest <= newer_than:
             return False
         folder = self.folder(name)
-        target = folder / CHECKPOINTS / newest
-        target.mkdir(parents=True, exist_ok=True)
-        filesystem.get(f"{by_step[newest]}/", f"{target}/", recursive=True)
+        self._download(filesystem, by_step[newest], folder / CHECKPOINTS / newest)
         curve = f"{by_step[newest].rsplit('/', 2)[0]}/curve.jsonl"
         if filesystem.exists(curve):
             filesystem.get_file(curve, str(folder / "curve.jsonl"))
@@ -94,7 +93,8 @@ class Blobs:
     def fetch(self, name: str) -> Path:
         """The folder of a published attempt on this machine, downloaded when it is not here.
 
-        Raises FileNotFoundError when it is neither here nor at the URL.
+        It is whole or not there. Raises FileNotFoundError when it is neither here nor at the URL, ValueError when a file
+        at the URL would leave the folder.
         """
         folder = self.folder(name)
         if any(folder.iterdir()):
@@ -104,12 +104,27 @@ class Blobs:
                 f"published files of {name} are gone from {self.root}; golinear forget it and run again"
             )
         filesystem, path = self._remote()
-        if not filesystem.exists(f"{path}/{name}"):
-            raise FileNotFoundError(
-                f"published files of {name} are not at {self.url}; golinear forget it and run again"
-            )
-        filesystem.get(f"{path}/{name}/", f"{folder}/", recursive=True)
+        scratch = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            if not self._download(filesystem, f"{path}/{name}", scratch):
+                where = f"{shown(self.url)}; golinear forget it and run again"
+                raise FileNotFoundError(f"published files of {name} are not at {where}")
+            scratch.rename(folder)  # over the empty one
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
         return folder
+
+    def _download(self, filesystem: Any, source: str, target: Path) -> int:
+        """Every file below ``source``, one by one: what its name says must stay below ``target``. Number of files."""
+        root = f"{source.strip('/')}/"
+        files = filesystem.find(source)
+        for file in files:
+            relative = file.strip("/").removeprefix(root)
+            if ".." in relative.split("/") or relative.startswith("/"):
+                raise ValueError(f"{shown(self.url)} holds a file that would leave its folder: {relative}")
+            (target / relative).parent.mkdir(parents=True, exist_ok=True)
+            filesystem.get_file(file, str(target / relative))
+        return len(files)
 
     def delete(self, name: str) -> None:
         """Remove an attempt's files here and at the URL; missing ones are fine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 
@@ -19,3 +20,8 @@ def database_url() -> str:
 def tracking_uri() -> str:
     """MLflow store: ``MLFLOW_TRACKING_URI``, else SQLite under ``home()``."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
+
+
+def shown(url: str) -> str:
+    """A URL for people and logs: without the user and password that it may carry."""
+    return re.sub(r"(?<=://)[^/@]*@", "", url)

@@ -9,6 +9,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from sweeps import schema
+from sweeps.blobs import SAFE
 from sweeps.store import Store
 
 
@@ -33,7 +34,7 @@ def leftovers(store: Store) -> list[Leftover]:
     found = []
     for row in store.read(sa.select(attempts.key, attempts.id, attempts.state).order_by(attempts.id)):
         folder = store.blobs.root / row.key / str(row.id)
-        if row.key in busy or not folder.exists():
+        if row.key in busy or not SAFE.fullmatch(f"{row.key}/{row.id}") or not folder.exists():
             continue
         if published.get(row.key) == f"{row.key}/{row.id}":
             folder, why = folder / "checkpoints", "checkpoints of a finished cell"

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from sweeps.home import home, tracking_uri
+from sweeps.home import home, shown, tracking_uri
 
 log = logging.getLogger(__name__)
 POOL = "golinear"
@@ -141,6 +141,8 @@ def environment(prefect_url: str = "") -> dict[str, str]:
         # golinear run's own server needs more than Prefect's 20 s on a busy machine
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     }
+    if not os.environ.get("RAY_ADDRESS"):
+        values.setdefault("RAY_AUTH_MODE", "token")  # a flow's own Ray makes itself a token
     if data := os.environ.get("GOLINEAR_DATA"):
         values["GOLINEAR_DATA"] = str(Path(data).absolute())
     values.pop("MLFLOW_RUN_ID", None)
@@ -170,12 +172,13 @@ def _start_mlflow(say: Callable[[str], None]) -> Running:
     def command(port: int) -> list[str]:
         return [
             _program("mlflow"), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-            "--backend-store-uri", tracking_uri(), "--default-artifact-root", (home() / "artifacts").as_uri(),
+            "--default-artifact-root", (home() / "artifacts").as_uri(),
         ]  # fmt: skip
 
     if tracking_uri().startswith("http"):
-        return Running("mlflow", 0, 0.0, tracking_uri(), "")
-    return _start_web("mlflow", command, 5000, "/health", environment(), say)
+        return Running("mlflow", 0, 0.0, shown(tracking_uri()), "")
+    backend = {"MLFLOW_BACKEND_STORE_URI": tracking_uri()}  # it may hold a password, which a command line would show
+    return _start_web("mlflow", command, 5000, "/health", environment() | backend, say)
 
 
 def _start_web(name: str, command: Callable[[int], list[str]], port: int, health: str, env: dict[str, str],

@@ -19,7 +19,7 @@ from typing import Any
 from linear_core.evaluate.scores import Score, TaskSpec
 from sweeps import lineage
 from sweeps.cell import Cell
-from sweeps.home import home, tracking_uri
+from sweeps.home import home, shown, tracking_uri
 from sweeps.provenance import provenance
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def prepare(experiment: str, *, uri: str | None = None) -> Tracker:
             if found.lifecycle_stage == "deleted":
                 client.restore_experiment(experiment_id)
     except MlflowException as error:
-        raise ValueError(f"MLflow at {uri} cannot be used: {error}") from error
+        raise ValueError(f"MLflow at {shown(uri)} cannot be used: {shown(str(error))}") from error
     return Tracker(uri, experiment_id)
 
 
@@ -66,7 +66,7 @@ def _check_server(uri: str) -> None:
     try:
         httpx.get(f"{uri.rstrip('/')}/health", timeout=5).raise_for_status()
     except httpx.HTTPError as error:
-        raise ValueError(f"MLflow at {uri} cannot be used: {error}") from error
+        raise ValueError(f"MLflow at {shown(uri)} cannot be used: {shown(str(error))}") from error
 
 
 class Tracker:

@@ -102,10 +102,11 @@ def test_the_pools_template_gives_the_worker_a_job():
 
 
 def test_deployments_of_the_cluster_are_those_of_the_checkout():
+    def told(file: dict[str, Any]) -> dict[str, Any]:
+        return {d["name"]: (d["entrypoint"], d["parameters"].get("grid")) for d in file["deployments"]}
+
     here, there = read(ROOT / "prefect.yaml"), read(INFRA / "prefect" / "prefect.yaml")
-    assert {d["name"]: d["entrypoint"] for d in here["deployments"]} == {
-        d["name"]: d["entrypoint"] for d in there["deployments"]
-    }
+    assert told(here) == told(there)
     assert {d["work_pool"]["name"] for d in there["deployments"]} == {"ray"}
     folder = there["pull"][0]["prefect.deployments.steps.set_working_directory"]["directory"]
     assert f"WORKDIR {folder}\n" in (INFRA / "Dockerfile").read_text()

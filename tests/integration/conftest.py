@@ -13,6 +13,7 @@ from sweeps.services import Running
 from tests.integration.world import make_data, make_model
 
 ROOT = Path(__file__).parents[2]
+CANARY = "canary-5f3c"  # in every secret that these tests run with; test_tell_nothing looks for it afterwards
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         patch.setenv("GOLINEAR_HOME", str(root / "home"))
         patch.setenv("GOLINEAR_CACHE", str(root / "cache"))
         patch.setenv("GOLINEAR_DATA", str(make_data(root / "data")))
+        patch.setenv("HF_TOKEN", f"hf_{CANARY}")
+        patch.setenv("GOLINEAR_WEBHOOK_URL", f"http://127.0.0.1:9/{CANARY}")
         for name, value in services.environment().items():
             patch.setenv(name, value)
         (root / "checkout").mkdir()

@@ -4,11 +4,16 @@ import gzip
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from linear_core.models import Shape, build
+from linear_core.models import Shape
+from linear_core.models import build as build_model
+from sweeps.home import home
+from sweeps.request import build
+from sweeps.sweep import pin
 
 TINY = Shape(
     family="llama",
@@ -34,7 +39,7 @@ def make_model(folder: Path) -> Path:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
-    build(TINY, device="cpu", seed=1).save_pretrained(folder)
+    build_model(TINY, device="cpu", seed=1).save_pretrained(folder)
     return folder
 
 
@@ -47,3 +52,11 @@ def make_data(folder: Path) -> Path:
         with gzip.open(folder / f"{name}.jsonl.gz", "wt", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     return folder
+
+
+def break_cell(asked: dict[str, Any], mechanism: str) -> str:
+    """From now on the results of this cell cannot be written: a folder lies where the file should be. Its key."""
+    broken = next(cell for cell in pin(build(**asked)).cells if cell.recipe.mechanism == mechanism)
+    for attempt in range(1, 60):
+        (home() / "cells" / broken.train_key / str(attempt) / "new_parameters.safetensors").mkdir(parents=True)
+    return broken.train_key
