@@ -162,6 +162,7 @@ class Worker:
             return True
         import torch
 
+        torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for every stream that a recorded step has used
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated() <= self._allocated + MEMORY_SLACK
 
