@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,18 @@ class Study:
     made: str = ""  # version of golinear that wrote it
 
     def table(self, *, all_metrics: bool = False) -> tables.Table:
-        """Summary of the frame (``tables.summary``)."""
-        return tables.summary(self.data, title=self.name, all_metrics=all_metrics)
+        """Summary of the frame (``tables.summary``), made once."""
+        return self._all_metrics if all_metrics else self._main_metrics
 
-    @property
+    @cached_property
+    def _main_metrics(self) -> tables.Table:
+        return tables.summary(self.data, title=self.name)
+
+    @cached_property
+    def _all_metrics(self) -> tables.Table:
+        return tables.summary(self.data, title=self.name, all_metrics=True)
+
+    @cached_property
     def cells(self) -> list[dict[str, Any]]:
         """One dict a cell: the frame's columns that are the same for all its scores."""
         return list({row["key"]: _without(row, SCORE_COLUMNS) for row in tables.records(self.data)}.values())

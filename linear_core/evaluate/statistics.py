@@ -102,7 +102,7 @@ def compare_repeats(first: Sequence[Sequence[float]], second: Sequence[Sequence[
     as its parts: chance in the items and chance in the training both count. Raises ValueError when items differ.
     """
     import numpy as np
-    from scipy.stats import t as student
+    from scipy.special import stdtr, stdtrit
 
     a, b = (np.atleast_2d(np.asarray(values, float)) for values in (first, second))
     _same_length(a[0], b[0])
@@ -117,8 +117,8 @@ def compare_repeats(first: Sequence[Sequence[float]], second: Sequence[Sequence[
         p = 1.0 if difference == 0 else min(1.0, 2.0 ** (1 - items))
         return Comparison(difference=difference, low=difference, high=difference, p=p, items=items, method="no spread")
     freedom = variance**2 / sum(part**2 / free for part, free in parts)
-    half = float(student.ppf(0.975, freedom)) * math.sqrt(variance)
-    p = float(2 * student.sf(abs(difference) / math.sqrt(variance), freedom))
+    half = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
+    p = float(2 * stdtr(freedom, -abs(difference) / math.sqrt(variance)))
     method = f"paired items, {len(a)} and {len(b)} seeds"
     if len(a) == len(b) == 1 and set(np.unique(np.concatenate([a, b]))) <= {0.0, 1.0}:
         p, method = mcnemar(a[0].tolist(), b[0].tolist()), "McNemar"

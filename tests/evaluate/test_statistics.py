@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from linear_core.evaluate import statistics as s
@@ -67,3 +68,23 @@ def test_win_and_tie_with_tolerance():
     assert s.smallest_alpha(base, ours, 1.0) == pytest.approx(0.10)
     with pytest.raises(ValueError, match="'d'"):
         s.win_and_tie(base, {"a": 1, "b": 1, "c": 1})
+
+
+def test_repeats_count_luck_in_items_and_in_training():
+    """Without a difference p is below 0.05 about once in twenty times; a spread over seeds alone is no difference."""
+    chance = np.random.default_rng(0)
+    found = []
+    for _ in range(200):
+        items = chance.normal(size=60)  # the same items for both, with luck of their own for every seed and side
+        a, b = (items + chance.normal(0, 0.5, (3, 60)) + chance.normal(0, 0.3, (3, 1)) for _ in range(2))
+        found.append(s.compare_repeats(a, b).p)
+    assert 0.01 <= sum(p < 0.05 for p in found) / 200 <= 0.1
+    one, other = [0.0] * 20 + [1.0] * 80, [1.0] * 98 + [0.0] * 2
+    assert s.compare_repeats([one], [other]).p == s.mcnemar(one, other) and s.compare_repeats([one], [other]).method == "McNemar"
+    seeds = [[v] * 50 for v in (0.2, 0.5, 0.8)]
+    assert s.compare_repeats(seeds, [[v + 0.1] * 50 for v in (0.2, 0.5, 0.8)]).p > 0.5
+    assert s.compare_repeats([[0.0] * 8], [[1.0] * 8]).p == pytest.approx(2 / 2**8)
+    same = s.compare_repeats([[0.5] * 8], [[0.5] * 8])
+    assert (same.difference, same.p) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="the same items"):
+        s.compare_repeats([[1.0]], [[1.0, 0.0]])
