@@ -6,10 +6,11 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from linear_core.evaluate.scores import Score
 from linear_core.evaluate.statistics import Comparison, compare_repeats
 from sweeps import items
 
@@ -51,6 +52,28 @@ def difference(first: Sequence[Record], second: Sequence[Record], column: Column
         found = compare_repeats(*([items.unpack(row["values"]).tolist() for row in rows] for rows in (a, b)))
         return _from_items(value, found, seeds)
     return _from_errors(value, a, b, column, seeds)
+
+
+def of_cells(
+    first: Iterable[tuple[str, str, Score]], second: Iterable[tuple[str, str, Score]]
+) -> Iterator[tuple[Column, float, float, Difference]]:
+    """(column, first's value, second's, difference) of every score that both cells have, from ``queries.scores_of``."""
+    from sweeps.tables import Column
+
+    def by_measure(found: Iterable[tuple[str, str, Score]]) -> dict[Any, Score]:
+        return {(s.task, s.metric, s.source, s.harness): s for _, _, s in found if s.value is not None}
+
+    ours, theirs = by_measure(first), by_measure(second)
+    for key, score in ours.items():
+        if (other := theirs.get(key)) is not None:
+            column = Column(spec=score.task, metric=score.metric)
+            rows = [
+                {"status": "measured", "value": s.value, "stderr": s.stderr, "is_base": False, **items.of(s)}
+                for s in (score, other)
+            ]
+            found = difference(rows[:1], rows[1:], column)
+            if found is not None:
+                yield column, rows[0]["value"], rows[1]["value"], found
 
 
 def _mean(rows: Sequence[Record]) -> float:

@@ -211,9 +211,12 @@ def diff(
     first: str = typer.Argument(help="a cell's key of the store, as in golinear logs"),
     second: str = typer.Argument(help="the other one"),
 ) -> None:
-    """What differs between two cells, a line each."""
-    from sweeps import cell, queries
+    """What differs between two cells, a line each; then their scores, and whether those differ by more than chance."""
+    from rich.table import Table
+
+    from sweeps import cell, compare, queries
     from sweeps.store import Store
+    from sweeps.views import number, signed
 
     store = Store()
     keys = [queries.find_key(store, text) for text in (first, second)]
@@ -224,3 +227,11 @@ def diff(
         raise ValueError(f"{', '.join(absent)} belongs to no sweep of this store")
     for line in cell.diff(known[keys[0]], known[keys[1]]) or ["the same cell"]:
         console.print(line, highlight=False, markup=False)
+    rows = Table("score", "first", "second", "difference", "95 % interval", "p", "", "judged by", box=None)
+    for column, a, b, found in compare.of_cells(*(queries.scores_of(store, [key]) for key in keys)):
+        interval = "" if found.low is None or found.high is None else f"{signed(found.low)} to {signed(found.high)}"
+        verdict = ("", "") if found.p is None else (f"{found.p:.2g}", "real" if found.real else "may be chance")
+        values = (number(a * column.scale), number(b * column.scale), signed(found.value))
+        rows.add_row(f"{column.spec.label} {column.metric}", *values, interval, *verdict, found.method)
+    if rows.row_count:
+        console.print(rows)

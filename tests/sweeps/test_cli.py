@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from sweep_helpers import pinned
 
 from flows.cli import main
+from linear_core.evaluate.scores import Score
+from sweeps import queries
+from sweeps.grids import ablation
 
 MODELS = ["--models", "smollm2-135m"]
 
@@ -142,3 +146,26 @@ def test_starts_without_torch_and_fast():
         "evaluate",
     ):
         assert command in done.stdout
+
+
+def test_diff_says_whether_two_cells_scores_differ_by_more_than_chance(run, store):
+    sweep = pinned(ablation("smollm2-135m", "gdn,gla", tasks="lambada_openai,piqa"))
+    queries.save_sweep(store, "study-1", sweep)
+    right = {"gdn": [1.0] * 60 + [0.0] * 40, "gla": [1.0] * 30 + [0.0] * 70}
+    for cell in sweep.cells[1:]:
+        claim = store.claim(cell.train_key, "me")
+        store.publish(claim, cell, {})
+        values = right[cell.recipe.mechanism]
+        for task, key in sweep.score_keys(cell):
+            kept = values if task.name == "lambada_openai" else values[:40]
+            details = {"values": kept, "items": list(range(len(kept)))}
+            store.put_scores(claim, key, [Score(task=task, metric="acc", value=sum(kept) / len(kept), details=details)])
+        store.finish(claim)
+    status, out, _ = run("diff", *(cell.train_key[-16:] for cell in sweep.cells[1:]))
+    assert status == 0 and "recipe.mechanism gdn → gla" in out
+    lambada, piqa = (
+        next(line.split() for line in out.splitlines() if line.split()[:1] == [name])
+        for name in ("lambada_openai", "piqa")
+    )
+    assert lambada[2:5] == ["60.00", "30.00", "−30.00"] and "real" in lambada and lambada[-1] == "McNemar"
+    assert piqa[2:5] == ["100.00", "75.00", "−25.00"]
