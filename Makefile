@@ -64,6 +64,9 @@ audit: $(STAMP)  ## known vulnerabilities of the installed packages, where their
 bench: $(STAMP)  ## speed of the mechanisms on this machine
 	@golinear bench mechanisms
 
+bench-gpu: $(STAMP)  ## every GPU measurement of results/, into bench-gpu/
+	@bash scripts/bench_gpu.sh bench-gpu
+
 constraints: $(VENV)/.docs  ## write constraints.txt anew from what is installed
 	@{ sed -n '/^#/p' constraints.txt; pip freeze --exclude-editable | grep -viE '^(torch|triton|nvidia[a-z0-9-]*)==|@ '; } > $(VENV)/constraints.txt
 	@mv $(VENV)/constraints.txt constraints.txt
