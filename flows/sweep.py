@@ -61,6 +61,7 @@ def sweep(
     learning_rate: float | str | None = None,
     warmup_steps: int | str | None = None,
     objective: str | None = None,
+    backbone: str | None = None,
     tasks: Words | None = None,
     limit: int | str | list[str] | None = None,
     lengths: int | str | list[int | str] | None = None,

@@ -222,10 +222,9 @@ class Worker:
             self._progress = {**said, "rows": rows}
 
     def _load(self, cell: Cell) -> None:
-        known = self.bench.base
-        if known == cell.base:
+        if self.bench.holds(cell):
             return
-        self.bench.base_model(cell.base)
+        self.bench.base_model(cell.base, cell.backbone)
         if self.placement.device.startswith("cuda"):
             import torch
 

@@ -6,6 +6,7 @@ Shape letters: C hidden size, H query heads, G key/value heads, D head dimension
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -249,10 +250,13 @@ def _keep_kernels(device: str) -> None:
         kernel_archive.use()
 
 
-def load(base: BaseModel | str, *, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load(
+    base: BaseModel | str, *, device: str = "cpu", dtype: torch.dtype | None = None, backbone: str = "full"
+) -> PreTrainedModel:
     """The frozen base model in eval mode. dtype: bfloat16 on CUDA and float32 elsewhere unless given.
 
-    Raises ValueError as ``resolve`` does, and OSError when the weights cannot be had.
+    backbone: ``int8`` keeps the matrices of the decoder layers in 8 bits, a scale for each output feature; embedding and
+    head stay whole. Raises ValueError as ``resolve`` and ``check_backbone`` do, OSError when the weights cannot be had.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -263,9 +267,30 @@ def load(base: BaseModel | str, *, device: str = "cpu", dtype: torch.dtype | Non
     model = AutoModelForCausalLM.from_pretrained(
         base.source, dtype=dtype, device_map=None if str(device) == "cpu" else device,
         attn_implementation="sdpa", use_safetensors=True,
-        trust_remote_code=may_run_its_code(base.source),
+        trust_remote_code=may_run_its_code(base.source), **_quantized(backbone),
     )  # fmt: skip
     return freeze(model)
+
+
+def check_backbone(backbone: str) -> None:
+    """Raises ValueError when what it needs is not installed."""
+    if backbone == "int8" and importlib.util.find_spec("torchao") is None:
+        raise ValueError("backbone int8 needs the package torchao: pip install 'golinear[int8]'; or backbone full")
+
+
+def _quantized(backbone: str) -> dict[str, Any]:
+    check_backbone(backbone)
+    if backbone == "full":
+        return {}
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+
+
+def whole(weight: Any) -> Any:
+    """A weight as one can slice and look at it: what is kept in 8 bits in the type that it stands for."""
+    return weight.dequantize() if hasattr(weight, "qdata") else weight
 
 
 def load_tokenizer(base: BaseModel | str) -> PreTrainedTokenizerBase:

@@ -167,10 +167,15 @@ def check_batch(batch_size: int, size: int) -> None:
         )
 
 
-def load(base: BaseModel | str, *, device: str, sharded: bool) -> Any:
-    """As ``models.load``, every rank the whole model on its device, or sharded over them (through the host's memory)."""
+def load(base: BaseModel | str, *, device: str, sharded: bool, backbone: str = "full") -> Any:
+    """As ``models.load``, every rank the whole model on its device, or sharded over them (through the host's memory).
+
+    Raises ValueError for sharded 8-bit weights.
+    """
     if not sharded:
-        return models.load(base, device=device)
+        return models.load(base, device=device, backbone=backbone)
+    if backbone != "full":
+        raise ValueError(f"backbone {backbone} cannot be spread over GPUs; allowed: backbone full, or a card that holds it")
     model = models.load(base, dtype=torch.bfloat16 if device.startswith("cuda") else torch.float32)
     shard(model, device)
     return model

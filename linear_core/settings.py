@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OBJECTIVES = ("ce", "kl", "layerwise")
+BACKBONES = ("full", "int8")
 
 
 def parse_count(text: str | int) -> int:
@@ -42,7 +43,8 @@ def parse_objective(text: str, tokens: int) -> tuple[tuple[str, int], ...]:
 class TrainSettings:
     """The paper's recipe unless said otherwise. Token counts are whole; a step is ``batch_size × sequence_length`` tokens.
 
-    ``learning_rate`` 0 means the paper's: 2e-3, and 5e-4 with LoRA. Raises ValueError naming what is allowed.
+    ``learning_rate`` 0 means the paper's: 2e-3, and 5e-4 with LoRA. ``backbone``: how the frozen layers are kept, also when
+    the cell is measured: ``full`` as loaded, ``int8`` 8-bit weights, half the memory. Raises ValueError naming what is allowed.
     """
 
     tokens: int = 10_240_000
@@ -57,6 +59,7 @@ class TrainSettings:
     beta2: float = 0.999
     final_learning_rate: float = 0.0  # share of the peak that the cosine ends at
     isolate_documents: bool = False
+    backbone: str = "full"
 
     def __post_init__(self) -> None:
         for field in ("tokens", "sequence_length", "batch_size"):
@@ -73,6 +76,8 @@ class TrainSettings:
             object.__setattr__(self, field, float(value))
         if self.clip_norm == 0 or self.beta1 >= 1 or self.beta2 >= 1 or self.final_learning_rate > 1:
             raise ValueError("clip_norm must be above 0, beta1 and beta2 below 1, final_learning_rate at most 1")
+        if self.backbone not in BACKBONES:
+            raise ValueError(f"backbone {self.backbone!r} is not known; allowed: {', '.join(BACKBONES)}")
         parse_objective(self.objective, self.tokens)
 
     @property

@@ -174,11 +174,12 @@ def train_command(
     if parsed.mechanism == "softmax":
         raise ValueError("recipe 'softmax' is the base model: there is nothing to train")
     data_fingerprint(data)
+    models.check_backbone(settings.backbone)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with started_by_torchrun(device) as (ranks, device):
         check_share(settings, ranks, sharded=shard_weights)
         tokens = open_tokens(data, models.load_tokenizer(base), base=base, device=device)
-        loaded = load(base, device=device, sharded=shard_weights)
+        loaded = load(base, device=device, sharded=shard_weights, backbone=settings.backbone)
         if parsed.softmax_layers.startswith("hardest"):
             from linear_core.diagnostics import resolve_hardest
 

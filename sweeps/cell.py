@@ -91,6 +91,11 @@ class Cell:
         return self.train is None
 
     @property
+    def backbone(self) -> str:
+        """How its frozen layers are kept (TrainSettings.backbone); the base model is measured as it is."""
+        return self.train.backbone if self.train else "full"
+
+    @property
     def label(self) -> str:
         """For people, e.g. ``smollm2-135m gdn 56+8 conv s1``; ``smollm2-135m base`` for the unconverted model."""
         return self._named(self.base_label)

@@ -146,6 +146,12 @@ def cache_bytes(shape: Shape, recipe: Recipe, length: int, *, bytes_per_value: i
     return linear * (state + exact + tail) + (shape.layers - linear) * full
 
 
+def weight_bytes(shape: Shape, train: TrainSettings, width: int, spread: int = 1) -> float:
+    """Bytes of the frozen weights on one device: layers by the backbone's width, spread over so many devices."""
+    layers = shape.layers * shape.layer_parameters
+    return layers * (1 if train.backbone == "int8" else width) / spread + (shape.num_parameters - layers) * width
+
+
 def must_shard(shape: Shape, gpu_memory: float) -> bool:
     """Whether the weights (bfloat16) of a cell on several GPUs are spread over them, not copied to each."""
     return shape.num_parameters * 2 > LARGEST_COPY * gpu_memory
@@ -163,7 +169,7 @@ def train_memory(
     width = 2 if placement.device.startswith("cuda") else 4
     share = max(1, train.batch_size // max(1, int(placement.num_gpus)))
     rows = min(share, placement.micro_batch or share)
-    model = shape.num_parameters * width + new_parameters(shape, recipe) * 16
+    model = weight_bytes(shape, train, width) + new_parameters(shape, recipe) * 16
     if step_bytes is not None:
         return model + rows * step_bytes
     tokens = rows * train.sequence_length
@@ -178,8 +184,7 @@ def minimum_memory(shape: Shape, recipe: Recipe, train: TrainSettings, placement
     width = 2 if placement.device.startswith("cuda") else 4
     tokens = train.sequence_length
     kept = tokens * width * (shape.layers * shape.hidden + 20 * shape.hidden + 3 * shape.intermediate)
-    spread = shape.layers * shape.layer_parameters * (1 - 1 / max(1, int(placement.num_gpus)))
-    weights = (shape.num_parameters - spread) * width
+    weights = weight_bytes(shape, train, width, max(1, int(placement.num_gpus)) if train.backbone == "full" else 1)
     logits = min(tokens, ROWS_OF_LOGITS) * shape.vocab * (width + 8)
     return weights + new_parameters(shape, recipe) * 16 + kept + logits
 

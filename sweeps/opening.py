@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,25 @@ class Opened:
     cell: Cell | None = None
 
 
-def open_model(what: str, *, device: str = "cpu") -> Opened:
+def open_model(what: str, *, device: str = "cpu", backbone: str = "") -> Opened:
     """A registry name, hub id or folder of a base model; an exported folder; a cell's key (or the end of it) or folder.
 
+    backbone: how frozen layers are kept (TrainSettings.backbone); unless given as in the cell's training, else ``full``.
     Raises ValueError when it is none of these, saying what is allowed.
     """
     from linear_core.export import is_linearized_folder, load_linearized
 
     folder = Path(what)
     if (folder / "cell.json").exists():
-        return _open_cell(folder, device)
+        return _open_cell(folder, device, backbone)
     if folder.is_dir() and is_linearized_folder(folder):
         model, tokenizer = load_linearized(folder, device=device)
         return Opened(model, tokenizer, None, model.recipe)
     if folder.is_dir() or what in models.REGISTRY or "/" in what:
         base = models.resolve(what)
-        return Opened(models.load(base, device=device), models.load_tokenizer(base), base)
-    return _open_cell(_published(what), device)
+        model = models.load(base, device=device, backbone=backbone or "full")
+        return Opened(model, models.load_tokenizer(base), base)
+    return _open_cell(_published(what), device, backbone)
 
 
 def described(what: str) -> tuple[models.Shape, Recipe | None]:
@@ -78,12 +80,13 @@ def _published(text: str) -> Path:
         ) from None
 
 
-def _open_cell(folder: Path, device: str) -> Opened:
+def _open_cell(folder: Path, device: str, backbone: str) -> Opened:
     from sweeps.stages import Bench
 
     cell = Cell.from_dict(json.loads((folder / "cell.json").read_text())["cell"])
     bench = Bench(device)
-    model = bench.trained(cell, folder)
+    wanted = replace(cell, train=replace(cell.train, backbone=backbone)) if backbone and cell.train else cell
+    model = bench.trained(wanted, folder)
     return Opened(model, bench.tokenizer, models.resolve(cell.base), cell.recipe, cell)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from linear_core.evaluate.scores import TaskSpec
-from linear_core.models import BaseModel, Shape, resolve
+from linear_core.models import BaseModel, Shape, check_backbone, resolve
 from sweeps import cost, preflight, queries, retries
 from sweeps.cell import Cell, Placement
 from sweeps.cost import GIB, Machine
@@ -174,6 +174,11 @@ class _Decider:
             return f"{reason}; golinear retry {cell.train_key} runs it again"
         if cell.train is None:
             return ""
+        if self.machine.is_here:
+            try:
+                check_backbone(cell.backbone)
+            except ValueError as error:
+                return str(error)
         if reason := self.doubts.get(cell.base, ""):
             return reason
         on_gpu = self.placement.device.startswith("cuda")

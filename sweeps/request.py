@@ -28,6 +28,7 @@ HELP = {
     "learning_rate": "0: the paper's (2e-3, with LoRA 5e-4)",
     "warmup_steps": "optimiser steps of linear warm-up",
     "objective": "ce, kl, layerwise, or a chain such as layerwise:1M,ce:9M",
+    "backbone": "how frozen layers are kept: full, or int8 (8-bit weights; needs golinear[int8])",
     "tasks": "what to measure, name[@length][:limit], e.g. perplexity:4096,lambada_openai:40,niah_single_1@512:8",
     "limit": "items a task, for tasks that name none; or task=items,…",
     "lengths": "prompt lengths of RULER tasks that name none",
@@ -80,8 +81,9 @@ def _settings(given: dict[str, Any]) -> TrainSettings | None:
             values[name] = parameters.whole_numbers(given[name], name)[0]
     if "learning_rate" in given:
         values["learning_rate"] = parameters.number(given["learning_rate"], "learning_rate")
-    if "objective" in given:
-        values["objective"] = given["objective"]
+    for name in ("objective", "backbone"):
+        if name in given:
+            values[name] = given[name]
     return TrainSettings(**values) if values else None
 
 

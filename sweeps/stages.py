@@ -8,6 +8,7 @@ curve.jsonl, checkpoints/, scores/<task>.json.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import shutil
@@ -38,27 +39,38 @@ class Bench:
 
     def __init__(self, device: str = "cpu", source: str = "auto"):
         self.device, self.source = device, source
-        self.base = ""
+        self.base, self.backbone = "", "full"
         self.model: Any = None
         self.tokenizer: Any = None
         self.train_key = ""  # of the cell whose new parameters the model carries; "" when it is the base model
 
-    def base_model(self, name: str) -> Any:
-        """The unconverted model, loaded when it is another than before, restored in place when it is linearized."""
+    def base_model(self, name: str, backbone: str = "") -> Any:
+        """The unconverted model, loaded when it is another than before, restored in place when it is linearized.
+
+        backbone: as in TrainSettings; the one that is there, else ``full``, unless given.
+        """
         from linear_core.models import load_tokenizer
         from linear_core.ranks import load
 
-        if self.base != name:
+        backbone = backbone or (self.backbone if self.base == name else "full")
+        if (self.base, self.backbone) != (name, backbone):
             self.model = self.tokenizer = None
             self.base = ""
-            self.model, self.tokenizer = load(name, device=self.device, sharded=self._must_shard(name)), load_tokenizer(name)
-            self.base = name
+            gc.collect()  # a model in memory at a time
+            sharded = backbone == "full" and self._must_shard(name)
+            self.model = load(name, device=self.device, sharded=sharded, backbone=backbone)
+            self.tokenizer = load_tokenizer(name)
+            self.base, self.backbone = name, backbone
         elif self.train_key:
             from linear_core.convert import unconvert
 
             unconvert(self.model)
         self.train_key = ""
         return self.model
+
+    def holds(self, cell: Cell) -> bool:
+        """Whether the cell's base model is loaded, with its backbone."""
+        return (self.base, self.backbone) == (cell.base, cell.backbone)
 
     def _must_shard(self, name: str) -> bool:
         """Whether the ranks that work together must spread the weights: they leave too little of a card's memory."""
@@ -75,15 +87,15 @@ class Bench:
         """The training text in the base model's tokens (``linear_core.data.TokenData``)."""
         from linear_core.data import open_tokens
 
-        if self.base != cell.base:
-            self.base_model(cell.base)
+        if not self.holds(cell):
+            self.base_model(cell.base, cell.backbone)
         return open_tokens(self.source, self.tokenizer, base=cell.base, device=self.device)
 
     def fresh(self, cell: Cell, folder: Path | None = None) -> Any:
         """The model linearized for a cell, new parameters at their start values (drawn from the cell's seed)."""
         from linear_core.convert import convert
 
-        model = self.base_model(cell.base)
+        model = self.base_model(cell.base, cell.backbone)
         if not cell.is_base:
             recipe = self.resolved(cell, folder)
             self.train_key = "started " + cell.train_key
@@ -107,7 +119,7 @@ class Bench:
         from linear_core.convert import load_new_parameters
 
         if cell.is_base:
-            return self.base_model(cell.base)
+            return self.base_model(cell.base, cell.backbone)
         if self.train_key != cell.train_key:
             load_new_parameters(self.fresh(cell, folder), folder / PARAMETERS)
             self.train_key = cell.train_key

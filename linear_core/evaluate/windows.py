@@ -26,7 +26,7 @@ from torch import Tensor
 from linear_core.evaluate.offline import digest, read_rows, task_files
 from linear_core.evaluate.scores import TaskSpec
 from linear_core.evaluate.tasks import DEFAULT_WINDOW, TASKS, sample_items
-from linear_core.models import cache_folder
+from linear_core.models import cache_folder, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -176,7 +176,7 @@ def base_fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.sha256(str(model.dtype).encode())
     for name, parameter in sorted(model.named_parameters()):
         if ".mlp." in name or "embed_tokens" in name or "layernorm" in name or name.endswith("model.norm.weight"):
-            flat = parameter.detach().flatten()
+            flat = whole(parameter.detach()).flatten()
             digest.update(flat[:: max(1, len(flat) // 64)].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 

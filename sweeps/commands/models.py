@@ -112,7 +112,7 @@ def export(
     from linear_core import export as exporting
     from sweeps.opening import card_of, open_model
 
-    opened = open_model(what)
+    opened = open_model(what, backbone="full")
     if opened.base is None or opened.recipe is None:
         raise ValueError(
             f"{what} is no trained cell; golinear status lists cells, golinear convert linearizes a base model"
@@ -167,6 +167,7 @@ def train(
     learning_rate: float = typer.Option(0.0, help="0: the paper's (2e-3, with LoRA 5e-4)"),
     warmup_steps: int = typer.Option(100, help="optimiser steps of linear warm-up"),
     objective: str = typer.Option("ce", help="ce, kl, layerwise, or a chain such as layerwise:1M,ce:9M"),
+    backbone: str = typer.Option("full", help="how frozen layers are kept: full, int8 (needs golinear[int8])"),
     data: str = typer.Option("auto", help="training text: auto, local:PATH, hub:NAME, self"),
     seed: int = typer.Option(1, help="of start values and the order of the text"),
     micro_batch: int = typer.Option(None, help="sequences in one forward; default: the whole batch"),
@@ -190,6 +191,7 @@ def train(
         warmup_steps=warmup_steps,
         objective=objective,
         isolate_documents=isolate_documents,
+        backbone=backbone,
     )
     with progress_bar() as on_progress:
         result = train_command(
@@ -212,6 +214,7 @@ def evaluate(
     limit: str = typer.Option(None, help="items a task, for tasks that name none"),
     lengths: str = typer.Option(None, help="prompt lengths of RULER tasks that name none"),
     batch_size: str = typer.Option("auto", help="rows in one forward"),
+    backbone: str = typer.Option("", help="full, int8; default: as the cell was trained, full for a base model"),
     device: str = DEVICE,
     json: bool = JSON,
 ) -> None:
@@ -225,7 +228,7 @@ def evaluate(
     specs = parameters.tasks(tasks, limit=limit, lengths=lengths)
     for spec in specs:
         check_task(spec)
-    opened = open_model(what, device=_device(device))
+    opened = open_model(what, device=_device(device), backbone=backbone)
     size = int(batch_size) if batch_size.isdigit() else batch_size
     found = [score for spec in specs for score in evaluate_task(opened.model, opened.tokenizer, spec, batch_size=size)]
     if json:
