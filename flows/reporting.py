@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ def reports_folder(sweep_id: str) -> Path:
     return home() / "reports" / sweep_id
 
 
-def publish_table(found: Study, tracker: Any, parent: str) -> str:
-    """The table as a Prefect artifact and as MLflow's artifact and note; returns it as text for the log."""
+def publish_table(found: Study, sweep_id: str, tracker: Any, parent: str, runs: Sequence[str]) -> str:
+    """The table as a Prefect artifact and as MLflow's artifact and note (``runs``: of its finished cells, to be compared
+    there); returns it as text for the log."""
     table = found.table()
     markdown = render.render(table, "markdown")
-    create_markdown_artifact(markdown, key="table", description=f"scaling table of {found.name}")
+    page = services.urls().get("mlflow")
+    link = f"; [in MLflow]({page}/#/experiments/{tracker.experiment_id}/runs/{parent})" if page else ""
+    create_markdown_artifact(markdown, key="table", description=f"scaling table of {found.name}{link}")
     tracker.log_text(parent, markdown, "table.md")
-    tracker.set_tags(parent, {"mlflow.note.content": markdown})
+    tracker.note_sweep(parent, sweep_id, markdown, runs)
     return render.render(table, "text")
 
 

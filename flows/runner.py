@@ -316,7 +316,8 @@ class Runner:
         if measured is None:
             return None
         scores, failed = measured
-        self.tracker.log_scores(run_id, scores)
+        base = [] if cell.is_base else queries.scores_of(self.store, [cell.base_of().train_key])
+        self.tracker.log_scores(run_id, cell, scores, base=[score for _, _, score in base])
         progress.scored(scores)
         if not slot.call("settle"):
             slot.close()

@@ -172,6 +172,7 @@ def _prepare(plan: Plan, spec: Sweep, store: Store, tracker: Tracker, workers: i
     run = runtime.flow_run
     links = {"prefect.flow_run": str(run.ui_url or run.id), "prefect.flow_run_name": str(run.name)}
     parent = tracker.start_sweep(f"{spec.name} {run.name}", sweep_id, tags=links)
+    tracker.show_sweep(parent, f"{spec.name} {run.name}", sweep_id, spec)
     tracker.log_text(parent, plan.to_json(), "plan.json")
     if page := services.urls().get("mlflow"):
         get_run_logger().info("MLflow: %s/#/experiments/%s/runs/%s", page, tracker.experiment_id, parent)
@@ -199,7 +200,8 @@ def _show_plan(plan: Plan, say: Any) -> None:
 def _finish(plan: Plan, spec: Sweep, store: Store, run: Runner) -> str:
     """Table and report, in Prefect and MLflow; returns the table as text, and where the report is."""
     found = study.of_sweep(store, spec, run.sweep_id)
-    text = publish_table(found, run.tracker, run.parent)
+    runs = queries.tracked_runs(store, [item.key for item in plan.items])
+    text = publish_table(found, run.sweep_id, run.tracker, run.parent, runs)
     write = functools.partial(publish_report, found, run.sweep_id, run.tracker, run.parent)
     written = run_stage.with_options(name="report")("report", spec.name, write, return_state=True)
     undone, _ = _without_result(plan, run.outcomes)

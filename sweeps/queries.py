@@ -166,6 +166,14 @@ def failures(store: Store, key: str | None = None) -> list[Failure]:
     return found
 
 
+def tracked_runs(store: Store, keys: Sequence[str]) -> list[str]:
+    """The MLflow run of each of these cells' newest finished attempt, in the order of the keys."""
+    attempts = schema.attempts.c
+    query = sa.select(attempts.key, attempts.tracking_run).where(attempts.state == "done").order_by(attempts.id)
+    runs = {row.key: row.tracking_run for row in store.read(query)}
+    return [runs[key] for key in keys if runs.get(key)]
+
+
 def live_runs(store: Store) -> list[str]:
     """MLflow runs of attempts whose claim is alive: every other cell run that says RUNNING is an orphan."""
     attempts, claims = schema.attempts.c, schema.claims.c

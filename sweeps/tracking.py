@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linear_core.evaluate.scores import Score, TaskSpec
-from sweeps import lineage
+from sweeps import lineage, mlflow_view
 from sweeps.cell import Cell
 from sweeps.home import home, shown, tracking_uri
+from sweeps.mlflow_view import cell_params, metric_name
 from sweeps.provenance import provenance
+
+if TYPE_CHECKING:
+    from sweeps.sweep import Sweep
 
 log = logging.getLogger(__name__)
 MAX_PARAM, MAX_TAG = 6000, 8000  # characters that MLflow keeps; longer values are cut by it without a word
@@ -54,6 +57,8 @@ def prepare(experiment: str, *, uri: str | None = None) -> Tracker:
             experiment_id = found.experiment_id
             if found.lifecycle_stage == "deleted":
                 client.restore_experiment(experiment_id)
+        for name, value in mlflow_view.KIND.items():
+            client.set_experiment_tag(experiment_id, name, value)
     except MlflowException as error:
         raise ValueError(f"MLflow at {shown(uri)} cannot be used: {shown(str(error))}") from error
     return Tracker(uri, experiment_id)
@@ -102,6 +107,26 @@ class Tracker:
         self.set_tags(run_id, {**(tags or {}), **({"mlflow.note.content": note} if note else {})})
         return run_id
 
+    def show_sweep(self, run_id: str, name: str, sweep_id: str, sweep: Sweep) -> None:
+        """What a sweep asked for as parameters of its run, and an entry of the experiment's menu "Views"; of these the
+        newest ``mlflow_view.MAX_VIEWS`` are kept."""
+        self.log_params(run_id, mlflow_view.sweep_params(sweep))
+        saved = mlflow_view.saved_view(name, sweep_id, sweep, time.time())
+        self.client.set_experiment_tag(self.experiment_id, mlflow_view.SHARED_VIEW + sweep_id, saved)
+        for old in mlflow_view.outdated(self.client.get_experiment(self.experiment_id).tags):
+            self.client.delete_experiment_tag(self.experiment_id, old)
+
+    def note_sweep(self, run_id: str, sweep_id: str, markdown: str, runs: Sequence[str] = ()) -> None:
+        """The note of a sweep's run: links to its cells, and the table. ``runs``: of its finished cells; those that another
+        sweep trained are marked as members of this one too."""
+        links = mlflow_view.links(self.experiment_id, sweep_id, runs)
+        self.set_tags(run_id, {"mlflow.note.content": f"{links}\n\n{markdown}"})
+        member = mlflow_view.member_tag(sweep_id)
+        own = {run.info.run_id for run in self.search(f"tags.`{member}` = 'yes'")}
+        for shared in runs:
+            if shared not in own:
+                self.client.set_tag(shared, member, "yes")
+
     def start_cell(
         self,
         parent: str,
@@ -114,6 +139,8 @@ class Tracker:
         """A child run for one attempt at a cell: every axis a flat parameter, the whole configuration an artifact, commit,
         lock hash and versions as tags, and what it is made from as inputs (``tasks``: with their data's source)."""
         own = {"kind": "cell", "train_key": cell.train_key, "sweep_id": sweep_id, "mlflow.parentRunId": parent}
+        if sweep_id:
+            own[mlflow_view.member_tag(sweep_id)] = "yes"
         started = {**own, **_origin(provenance()), **(tags or {})}
         run_id = self.client.create_run(self.experiment_id, run_name=cell.label, tags=started).info.run_id
         self.log_params(run_id, cell_params(cell))
@@ -130,6 +157,8 @@ class Tracker:
         from mlflow.entities import LoggedModelOutput, LoggedModelStatus
 
         self.log_params(run_id, {"new_parameters": found["new_parameters"]})
+        if seconds := found.get("train_seconds"):
+            self.log_metrics(run_id, {"cost/train_minutes": seconds / 60})
         self.set_tags(run_id, _origin(found))
         model = self.client.create_logged_model(
             self.experiment_id, name=cell.train_key, source_run_id=run_id, model_type="linearized",
@@ -182,24 +211,24 @@ class Tracker:
             Metric(f"train/{metric_name(name)}", float(value), now, int(row["tokens_seen"]))
             for row in rows
             for name, value in row.items()
-            if name not in ("tokens_seen", "step") and _is_number(value)
+            if name not in mlflow_view.NO_CURVE and mlflow_view.is_number(value)
         ]
         for start in range(0, len(metrics), 1000):
             self.client.log_batch(run_id, metrics=metrics[start : start + 1000])
 
-    def log_scores(self, run_id: str, scores: Iterable[Score], *, step: int = 0) -> None:
-        """``eval/<task>/<metric>`` of scores with a value; all, with reasons and details, as scores/<task>.json."""
+    def log_metrics(self, run_id: str, values: Mapping[str, float]) -> None:
+        """Single values, which MLflow draws as bars."""
         from mlflow.entities import Metric
 
-        found = list(scores)
         now = int(time.time() * 1000)
-        metrics = [
-            Metric(f"eval/{metric_name(score.task.label)}/{metric_name(score.metric)}", float(score.value), now, step)
-            for score in found
-            if score.value is not None and _is_number(score.value)
-        ]
-        if metrics:
-            self.client.log_batch(run_id, metrics=metrics)
+        if values:
+            self.client.log_batch(run_id, metrics=[Metric(name, value, now, 0) for name, value in values.items()])
+
+    def log_scores(self, run_id: str, cell: Cell, scores: Iterable[Score], *, base: Iterable[Score] = ()) -> None:
+        """``eval/…`` and ``gap/…`` (against the base model's scores) as ``mlflow_view.score_metrics`` names them, and what
+        the cell costs; all scores, with reasons and details, as scores/<task>.json."""
+        found = list(scores)
+        self.log_metrics(run_id, mlflow_view.score_metrics(found, base) | mlflow_view.cell_costs(cell))
         by_task: dict[str, list[dict[str, Any]]] = {}
         for score in found:
             by_task.setdefault(score.task.label, []).append(score.to_dict())
@@ -251,41 +280,5 @@ def _origin(found: Mapping[str, Any]) -> dict[str, str]:
     return origin | {f"version.{name}": text for name, text in found["versions"].items()}
 
 
-def cell_params(cell: Cell) -> dict[str, Any]:
-    """Every axis of a cell as a flat parameter, in words that read well in MLflow's compare page."""
-    recipe = cell.recipe
-    params: dict[str, Any] = {
-        "base": cell.base,
-        "revision": cell.revision,
-        "mechanism": recipe.mechanism,
-        "seed": cell.seed,
-    }
-    if cell.train is None:
-        return params
-    params |= {"budget": recipe.budget} | {k: v for k, v in recipe.to_dict().items() if k != "mechanism"}
-    params |= cell.train.to_dict() | {
-        "learning_rate": cell.train.peak_learning_rate(recipe.adaptation),
-        "data": cell.data,
-    }
-    return params
-
-
-def metric_name(name: str) -> str:
-    """A name that MLflow takes, one to one with ``plain_name``: ``@`` reads `` at ``, other characters outside
-    ``[A-Za-z0-9_./-]`` are written in hex: ``niah_single_1@512`` → ``niah_single_1 at 512``, ``acc,none`` →
-    ``acc:2c:none``."""
-    spelled = re.sub(r"[^A-Za-z0-9_./@-]", lambda match: f":{match[0].encode().hex()}:", name)
-    return spelled.replace("@", " at ")
-
-
-def plain_name(name: str) -> str:
-    """The inverse of ``metric_name``."""
-    return re.sub(r":([0-9a-f]+):", lambda match: bytes.fromhex(match[1]).decode(), name.replace(" at ", "@"))
-
-
 def _file(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name).strip(".") or "_"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -73,7 +73,7 @@ def test_two_cells_end_to_end_and_again(world):
     }  # fmt: skip
     gdn = tracked["gdn"][0]
     assert gdn.data.params["budget"] == "4+2"
-    assert {"eval/perplexity/perplexity", "train/loss", "system/cpu_utilization_percentage"} <= set(gdn.data.metrics)
+    assert {"eval/perplexity", "gap/perplexity", "train/loss", "system/cpu_utilization_percentage"} <= set(gdn.data.metrics)
     curve = prepare("ablation").client.get_metric_history(gdn.info.run_id, "train/loss")
     assert [point.step for point in curve] == [128, 256, 384, 512]
     artifacts = {file.path for file in prepare("ablation").client.list_artifacts(gdn.info.run_id)}

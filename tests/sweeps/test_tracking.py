@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import pickle
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 from sweep_helpers import pinned, score
 
 from linear_core.evaluate.scores import TaskSpec
-from sweeps import tracking
+from sweeps import mlflow_view, tracking
 from sweeps.grids import ablation
+from sweeps.mlflow_view import metric_name, plain_name
 from sweeps.provenance import provenance
 from sweeps.system_metrics import sample
-from sweeps.tracking import Tracker, metric_name, plain_name
+from sweeps.tracking import Tracker
 
 SWEEP = pinned(ablation("smollm2-135m", "gdn", "56+8", "none", "1,2"))
 CELL = SWEEP.cells[1]
@@ -53,7 +55,8 @@ def test_a_sweep_and_its_cells(shared: Tracker, tmp_path: Path) -> None:
     rows = [{"step": i, "tokens_seen": 256 * i, "loss": 3.0 / i, "lr": 1e-3, "grad_norm": math.nan} for i in range(1, 4)]
     tracker.log_curve(run_id, rows)
     task = TaskSpec(name="niah_single_1", length=512)
-    tracker.log_scores(run_id, [score(task, 0.5, "acc,none"), score(TaskSpec(name="mmlu"), None)])
+    found = [score(task, 0.5), score(task, 0.25, "acc,none"), score(TaskSpec(name="mmlu"), None)]
+    tracker.log_scores(run_id, CELL, found, base=[score(task, 0.75)])
     (tmp_path / "recipe.json").write_text("{}")
     tracker.log_files(run_id, tmp_path, ["recipe.json", "not-there.json"])
     tracker.log_trained(run_id, CELL, {**provenance(), "new_parameters": 726030})
@@ -63,12 +66,14 @@ def test_a_sweep_and_its_cells(shared: Tracker, tmp_path: Path) -> None:
     run = tracker.client.get_run(run_id)
     assert run.info.status == "FINISHED" and run.info.run_name == CELL.label
     assert run.data.params["mechanism"] == "gdn" and run.data.params["budget"] == "56+8"
-    assert run.data.params["learning_rate"] == "0.002" and run.data.params["seed"] == "1"
+    assert run.data.params["train.learning_rate"] == "0.002" and run.data.params["seed"] == "1"
     assert run.data.tags["kind"] == "cell" and run.data.tags["mlflow.parentRunId"] == parent
     system = {name for name in run.data.metrics if name.startswith("system/")}
     assert system >= {"system/cpu_utilization_percentage", "system/process_memory_megabytes"}
     assert {k: v for k, v in run.data.metrics.items() if k not in system} == {
-        "train/loss": 1.0, "train/lr": 1e-3, "eval/niah_single_1 at 512/acc:2c:none": 0.5}  # fmt: skip
+        "train/loss": 1.0, "train/lr": 1e-3, "eval/niah_single_1 at 512": 0.5, "gap/niah_single_1 at 512": -0.25,
+        "eval/niah_single_1 at 512 acc:2c:none": 0.25, "cost/new_parameters": 726030.0,
+        "cost/cache_mib_at_32k": pytest.approx(5.8, abs=0.1)}  # fmt: skip
     assert {"commit", "environment", "hardware"} <= set(run.data.tags)
     assert [m.step for m in tracker.client.get_metric_history(run_id, "train/loss")] == [256, 512, 768]
     assert run.data.params["new_parameters"] == "726030" and run.data.tags["version.torch"]
@@ -85,6 +90,37 @@ def test_a_sweep_and_its_cells(shared: Tracker, tmp_path: Path) -> None:
     ended = tracker.client.get_run(parent)
     assert ended.info.status == "FAILED" and ended.data.tags["reason"] == "1 cell failed"
     assert [r.info.run_id for r in tracker.search("tags.kind = 'cell' and tags.sweep_id = 'run-1'")] == [run_id]
+
+
+def test_a_sweep_is_shown_without_set_up(shared: Tracker) -> None:
+    """Its run says what was asked for, its note links to the cells, and the menu of views has it."""
+    spec = pinned(ablation("smollm2-135m", "gla,gdn", "56+8,64+0", tasks="lambada_openai,niah_single_1@512"))
+    parent = shared.start_sweep("shown", "shown-1")
+    shared.show_sweep(parent, "shown", "shown-1", spec)
+    before = shared.start_sweep("before", "before-1")
+    own, other = shared.start_cell(parent, spec.cells[1], sweep_id="shown-1"), shared.start_cell(before, spec.cells[2])
+    shared.note_sweep(parent, "shown-1", "the table", [own, other])
+    run = shared.client.get_run(parent)
+    assert run.data.params["recipes"] == "gla 56+8, gla 64+0, gdn 56+8, gdn 64+0" and run.data.params["cells"] == "5"
+    assert run.data.tags["mlflow.note.content"].endswith("the table") and other in run.data.tags["mlflow.note.content"]
+    tags = shared.client.get_experiment(shared.experiment_id).tags
+    state = json.loads(json.loads(tags["mlflow.sharedViewState.shown-1"])["state"])
+    assert state["compareRunCharts"][0]["selectedParams"] == ["mechanism", "budget"]
+    assert "metrics.`gap/niah_single_1 at 512`" in state["selectedColumns"]
+    assert {found.info.run_id for found in shared.search(state["searchFilter"])} == {own, other}
+    assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`eval/lambada_openai`", False)
+    for run_id in (own, other, parent, before):
+        shared.end(run_id)
+
+
+def test_views_stay_few_and_small() -> None:
+    wide = pinned(ablation("smollm2-135m", tasks=",".join(f"niah_single_1@{512 + i}" for i in range(200))))
+    texts = {f"mlflow.sharedViewState.s{i}": mlflow_view.saved_view("wide", f"s{i}", wide, i) for i in range(25)}
+    assert max(map(len, texts.values())) <= 5000
+    by_hand = json.dumps({"name": "mine", "createdAt": 0, "state": "{}"})
+    assert mlflow_view.outdated({**texts, "mlflow.sharedViewState.mine": by_hand, "kind": "x"}) == [
+        f"mlflow.sharedViewState.s{i}" for i in reversed(range(5))
+    ]
 
 
 def test_long_values_are_kept_whole_beside_the_run(shared: Tracker) -> None:
