@@ -9,9 +9,19 @@ import typer
 
 from sweeps.cli import app, main
 from sweeps.commands.console import Refused, console
+from sweeps.commands.models import MORE_BENCHES
 from sweeps.commands.studies import ACCEPT, with_request
 
 __all__ = ["main"]
+
+
+def _orchestration(arguments: list[str]) -> int:
+    from flows.overhead import main as measure
+
+    return measure(arguments)
+
+
+MORE_BENCHES["orchestration"] = _orchestration
 
 
 @app.command()

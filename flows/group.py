@@ -20,7 +20,7 @@ SILENCE = re.compile(r"gloo|nccl|connection (closed|reset)|torch\.distributed", 
 class Group:
     """Made at once; the actors come when there is room for all of them."""
 
-    def __init__(self, store: Store, placement: Placement):
+    def __init__(self, store: Store, placement: Placement, worker: type | None = None):
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -31,7 +31,7 @@ class Group:
         cpus, gpus = max(1, placement.num_cpus // self.size), placement.num_gpus / self.size
         remote = ray.remote(
             max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1}, num_cpus=cpus, num_gpus=gpus
-        )(Worker)  # type: ignore[call-overload]
+        )(worker or Worker)  # type: ignore[call-overload]
         if self.size == 1:
             self._place = None
             self.actors = [remote.remote(store, placement)]

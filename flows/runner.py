@@ -7,11 +7,13 @@ cells that another sweep has claimed are waited for.
 from __future__ import annotations
 
 import contextvars
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
@@ -33,6 +35,7 @@ from sweeps.pruning import Divergence
 from sweeps.store import Claim, ClaimLost, Store, new_holder
 from sweeps.sweep import Sweep
 
+log = logging.getLogger(__name__)
 ASK_SECONDS = 3.0  # between looks at whether the sweep or the cell is cancelled
 WAIT_SECONDS = 2.0  # between looks at cells that another sweep has claimed
 FILES = ("new_parameters.safetensors", "recipe.json", "provenance.json", "curve.jsonl", "log.txt")
@@ -74,6 +77,7 @@ class Runner:
     fail_fast: bool = False
     prune: float | None = None  # end a cell whose loss is over so many times its best (sweeps.pruning)
     accept_base_scores: bool = False  # train on although a base model's scores are not the published ones
+    worker: type | None = None  # flows.workers.Worker
     stop: Event = field(default_factory=Event)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -88,7 +92,7 @@ class Runner:
 
     def run(self, plan: Plan) -> None:
         """Round after round until nothing is left that may run; ``outcomes`` and ``seconds`` (by stage) tell."""
-        slots = [Slot(self.store, self.placement, self._ask_for_room) for _ in range(self.num_slots)]
+        slots = [Slot(self.store, self.placement, self._ask_for_room, self.worker) for _ in range(self.num_slots)]
         try:
             while not self.stop.is_set():
                 todo, waiting = self._open(plan)
@@ -248,7 +252,7 @@ class Runner:
             self.store.note(claim, tracking_run=run_id)
             with holding(self.store, claim) as lost:
                 failed = self._stages(slot, item, claim, run_id, lost)
-            self.tracker.log_files(run_id, self.store.folder(claim), FILES)
+            self.tracker.log_files(run_id, self._files(claim, item.train and failed is not None), FILES)
             if failed is None:
                 raise StageFailed("preempted", f"it was stopped: {self._why_stopped()}")
             if failed:
@@ -264,6 +268,14 @@ class Runner:
             reason = f"the flow ended: {type(error).__name__}: {error}"
             self._failed(item, claim, run_id, StageFailed("preempted", reason))
             raise
+
+    def _files(self, claim: Claim, published: bool) -> Path:
+        """The attempt's folder on this machine, with what was published from another node."""
+        try:
+            return self.store.blobs.fetch(claim.blob) if published else self.store.folder(claim)
+        except OSError as error:
+            log.warning("files of %s are not here: %s", claim.blob, error)
+            return self.store.folder(claim)
 
     def _stages(self, slot: Slot, item: PlanItem, claim: Claim, run_id: str, lost: Event) -> dict[str, str] | None:
         """Convert, train and evaluate as the plan says. Returns tasks that failed, with reasons; None when stopped."""
@@ -343,7 +355,7 @@ class Runner:
     def _failed(self, item: PlanItem, claim: Claim, run_id: str, error: StageFailed) -> Outcome | None:
         """Record a failure in store and MLflow. None when the cell may be tried again in this run."""
         status = "KILLED" if error.cause in ("preempted", "cancelled", "pruned") else "FAILED"
-        tail = read_tail(self.store.folder(claim))
+        tail = error.log_tail or read_tail(self.store.folder(claim))
         counted = error.counted and (error.cause != "preempted" or not self.stop.is_set())
         try:
             self.store.fail(claim, error.cause, error.reason, traceback=error.traceback, log_tail=tail, counted=counted)

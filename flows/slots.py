@@ -26,22 +26,29 @@ class RayGone(RuntimeError):
 class StageFailed(Exception):
     """A stage ended without a result: cause (sweeps.retries), reason in a line, traceback of the worker.
 
-    ``counted``: whether it counts towards the bound of its cause.
+    ``counted``: whether it counts towards the bound of its cause. ``log_tail``: the end of the attempt's log.
     """
 
-    def __init__(self, cause: str, reason: str, traceback: str = "", counted: bool = True):
+    def __init__(self, cause: str, reason: str, traceback: str = "", counted: bool = True, log_tail: str = ""):
         super().__init__(reason)
-        self.cause, self.reason, self.traceback, self.counted = cause, reason, traceback, counted
+        self.cause, self.reason, self.traceback = cause, reason, traceback
+        self.counted, self.log_tail = counted, log_tail
 
     def __reduce__(self) -> Any:
-        return StageFailed, (self.cause, self.reason, self.traceback, self.counted)
+        return StageFailed, (self.cause, self.reason, self.traceback, self.counted, self.log_tail)
 
 
 class Slot:
     """One worker process at a time (of a cell with several GPUs: one a GPU), for cells of one base model at a time. Used by one thread."""
 
-    def __init__(self, store: Store, placement: Placement, on_waiting: Callable[[], None] = lambda: None):
-        self.store, self.placement = store, placement
+    def __init__(
+        self,
+        store: Store,
+        placement: Placement,
+        on_waiting: Callable[[], None] = lambda: None,
+        worker: type | None = None,
+    ):
+        self.store, self.placement, self.worker = store, placement, worker
         self.on_waiting = on_waiting  # called every second while a new worker finds no place
         self.base = ""
         self.node = ""
@@ -57,7 +64,7 @@ class Slot:
         from flows.group import Group
 
         self.close()
-        self._group = Group(self.store, self.placement)
+        self._group = Group(self.store, self.placement, self.worker)
         self.node = self._node(stop)
         self.base = base
 
@@ -140,7 +147,7 @@ class Slot:
         failed = error.cause if isinstance(error.cause, StageFailed) else StageFailed(cause_of(error.cause), str(error.cause))
         if failed.cause == "oom" or "CUDA error" in failed.reason or self._group.size > 1:
             self.close()
-        return StageFailed(failed.cause, f"{whose}{failed.reason}", traceback)
+        return StageFailed(failed.cause, f"{whose}{failed.reason}", traceback, log_tail=failed.log_tail)
 
     def close(self) -> None:
         """End the process; its GPU memory goes with it."""

@@ -212,7 +212,8 @@ class Worker:
                 yield
             except Exception as error:
                 log.exception("%s %s failed", name, cell.label)
-                raise StageFailed(cause_of(error), f"{type(error).__name__}: {error}") from error
+                reason = f"{type(error).__name__}: {error}"
+                raise StageFailed(cause_of(error), reason, log_tail=read_tail(self._folder)) from error
 
     def _on_progress(self, said: dict[str, Any]) -> None:
         if said["stage"] == "evaluate" and self._any_told_to_stop():

@@ -84,7 +84,8 @@ def scores(table: Table, base: Row) -> Iterator[Drawing]:
         yield Drawing(
             name=name if len(columns) <= ACROSS else f"{name}-{number}", figure=figure, lacks=tuple(missing(rows, part)),
             title=title if len(columns) <= ACROSS else f"{title} ({number} of {math.ceil(len(columns) / ACROSS)})",
-            caption="Dashed: the base model. Bars: 95 % interval, of the items with one seed, of the seeds' mean with more.",
+            caption="Dashed: the base model. Bars: 95 % interval, of the items with one seed, of the seeds' mean with more; "
+            "differences are judged in pairs, so bars that overlap may still differ by more than chance.",
         )  # fmt: skip
 
 

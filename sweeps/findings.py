@@ -96,21 +96,30 @@ def headline(table: Table) -> list[str]:
         elif not mine:
             said.append(f"**{base}**: no setting has a score yet.")
         elif len(settings) == 1:
-            said.append(_alone(base, settings[0], mine))
+            said.append(f"{_alone(base, settings[0], mine)} {_kept(settings[0], table)}")
         else:
-            said.append(_winner(base, mine))
+            text, winner = _winner(base, mine)
+            said.append(f"{text} {_kept(next(row for row in settings if row.setting == winner), table)}")
     return said
 
 
 def _alone(base: str, row: Row, found: Sequence[Verdict]) -> str:
-    kept = [entry.kept for v in found if (entry := row.entries[v.column]).kept is not None]
-    mean = f" It keeps {math.fsum(kept) / len(kept):.1f} % of the base model's scores on average." if kept else ""
     lost = sum(v.gap is not None and v.gap.real and _is_worse(v.gap.value, v.column) for v in found)
-    return f"**{base}**: {row.recipe} is significantly worse than the base model on {lost} of {_count(len(found), 'measure')}.{mean}"
+    return f"**{base}**: {row.recipe} is significantly worse than the base model on {lost or 'none'} of {_count(len(found), 'measure')}."
 
 
-def _winner(base: str, found: Sequence[Verdict]) -> str:
-    """The setting that is significantly behind the best least often, and what it is then."""
+def _kept(row: Row, table: Table) -> str:
+    """What a setting keeps of its base model, and what of the base model's cache it needs."""
+    kept = [row.entries[c].kept for c in measures(table) if c in row.entries and c.higher_is_better]
+    there = [value for value in kept if value is not None]
+    base = next((r for r in table.rows if r.is_base and r.setting == row.base_setting), None)
+    share = f"keeps {math.fsum(there) / len(there):.1f} % of the base model's scores on average and " if there else ""
+    full = "" if base is None else f", the base model {base.facts['cache_bytes'] / 2**20:,.1f} MiB"
+    return f"It {share}needs {row.facts['cache_bytes'] / 2**20:,.1f} MiB of cache after 32,768 tokens{full}."
+
+
+def _winner(base: str, found: Sequence[Verdict]) -> tuple[str, str]:
+    """(words, setting) of the one that is significantly behind the best least often."""
     names: dict[str, str] = {}
     unbeaten: Counter[str] = Counter()
     clear: Counter[str] = Counter()
@@ -133,7 +142,7 @@ def _winner(base: str, found: Sequence[Verdict]) -> str:
     worse = sum(v.gap is not None and v.gap.real and _is_worse(v.gap.value, v.column) for v in mine)
     if mine:
         text += f" Where it is best it is significantly worse than the base model on {worse or 'none'} of {len(mine)}."
-    return text
+    return text, top
 
 
 def _listed(words: Sequence[str]) -> str:

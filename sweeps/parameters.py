@@ -114,7 +114,7 @@ def tasks(value: Any, *, limit: Any = None, lengths: Any = None, seed: int = 0) 
 
     One task is ``name[@length][:limit]``; a name may be a group (``paper``, ``ruler``). ``limit`` is a number for all
     tasks without their own, or a mapping or comma list ``lambada_openai=40,niah_single_1=8``; ``lengths`` multiplies
-    the RULER tasks and latency that name no length of their own.
+    the RULER tasks and latency that name no length of their own; of a group, the tasks that can be made at a length.
     Which names exist is checked by ``linear_core.evaluate.run.check_task``. Raises ValueError with the right spelling.
     """
     if value is None or value == "" or value == [] or value == ():
@@ -130,11 +130,19 @@ def tasks(value: Any, *, limit: Any = None, lengths: Any = None, seed: int = 0) 
             )
         name, length, own = match[1], match[2], match[3]
         count = tokens(own, f"limit of task {word!r}") if own else limits.get(name, default)
+        made: list[TaskSpec] = []
         for task in GROUPS.get(name, (name,)):
             kind = TASKS[task].kind if task in TASKS else ""
             spans: list[int | None] = [_length(length)] if length else [*all_lengths] if kind in ("ruler", "speed") else []
             asked = count if own or kind != "speed" else None  # a limit for all is of items; speed has none
-            specs += [TaskSpec(name=task, limit=asked, length=span, seed=seed) for span in spans or [None]]
+            made += [
+                TaskSpec(name=task, limit=asked, length=span, seed=seed) for span in spans or [None]
+                if not (name in GROUPS and kind == "ruler" and span and span < TASKS[task].min_length)
+            ]  # fmt: skip
+        if not made:
+            least = min(TASKS[task].min_length for task in GROUPS[name])
+            raise ValueError(f"task {word!r}: none of its tasks can be made so short; allowed: lengths from {least} on")
+        specs += made
     return tuple(dict.fromkeys(specs))
 
 

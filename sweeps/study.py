@@ -133,7 +133,7 @@ def from_json(text: str, name: str = "the file") -> Study:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         said = found.get("format") if isinstance(found, dict) else type(found).__name__
         raise ValueError(f"{name} is not a study: its format is {said!r}; allowed: {FORMAT!r}, of golinear table --format json")
-    cells = {cell["key"]: cell for cell in found["cells"]}
+    cells = {cell["key"]: cell if "base_parameters" in cell else {**cell, **_parameters(cell["base"])} for cell in found["cells"]}
     blank = dict.fromkeys(SCORE_COLUMNS)
     texts = dict.fromkeys(("reason", "flags", "source", "harness"), "")
     rows = [{**cells[row["key"]], **blank, **texts, **row} for row in found["scores"]]
@@ -142,8 +142,15 @@ def from_json(text: str, name: str = "the file") -> Study:
         name=found["name"], data=tables.from_records(rows), sweeps=tuple(found["sweeps"]), curves=curves,
         left_out=tuple((a, b) for a, b in found["left_out"]), failures=tuple(found["failures"]),
         versions=found["versions"], made=found["made"],
-        maps={each["key"]: _without(each, ("key",)) for each in found["maps"]},
+        maps={each["key"]: _without(each, ("key",)) for each in found.get("maps", [])},
     )  # fmt: skip
+
+
+def _parameters(base: str) -> dict[str, int]:
+    """What files of the first days do not say, for base models of the registry; 0 of others."""
+    from linear_core.models import REGISTRY
+
+    return {"base_parameters": REGISTRY[base].shape.num_parameters if base in REGISTRY else 0}
 
 
 def read(paths: Iterable[Path]) -> Study:
@@ -163,8 +170,8 @@ def _curve(store: Store, key: str) -> dict[str, list[float]]:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     except (OSError, KeyError, json.JSONDecodeError):
         return {}
-    step = max(1, math.ceil(len(rows) / CURVE_POINTS))
-    parts = [rows[start : start + step] for start in range(0, len(rows), step)]
+    points = min(CURVE_POINTS, len(rows))
+    parts = [rows[len(rows) * i // points : len(rows) * (i + 1) // points] for i in range(points)]
     names = [name for name in CURVE_NAMES if all(isinstance(row.get(name), int | float) for row in rows)]
     curve = {name: [_rounded(math.fsum(row[name] for row in part) / len(part)) for part in parts] for name in names}
     if "tokens_seen" not in curve:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
@@ -19,6 +20,9 @@ BUDGET = typer.Option("56+8", help="window+sinks")
 ADAPTATION = typer.Option("none", help="none, conv, lora")
 MERGE = typer.Option("", help="sum, shared, mass; default: the mechanism's own")
 LAYERS = typer.Option("none", help="that keep softmax attention: none, uniform:0.2, list:0,5,9, hardest:0.2")
+
+
+MORE_BENCHES: dict[str, Callable[[list[str]], int]] = {}  # of packages above this one, by name
 
 
 def add_to(app: typer.Typer) -> None:
@@ -245,7 +249,8 @@ def evaluate(
 
 
 def bench(
-    context: typer.Context, name: str = typer.Argument(help="which: mechanisms, forms, train, decode, prefill")
+    context: typer.Context,
+    name: str = typer.Argument(help="which: mechanisms, forms, train, decode, prefill, memory, evaluate, orchestration"),
 ) -> None:
     """Measure speed and memory on this machine against full attention; golinear bench NAME --help says more."""
     import importlib
@@ -254,9 +259,10 @@ def bench(
     import linear_core.bench
 
     known = [module.name for module in pkgutil.iter_modules(linear_core.bench.__path__) if module.name != "report"]
-    if name not in known:
-        raise ValueError(f"bench {name!r} is not known; allowed: {', '.join(known)}")
-    if importlib.import_module(f"linear_core.bench.{name}").main(context.args):
+    if name not in (*known, *MORE_BENCHES):
+        raise ValueError(f"bench {name!r} is not known; allowed: {', '.join((*known, *MORE_BENCHES))}")
+    main = MORE_BENCHES.get(name) or importlib.import_module(f"linear_core.bench.{name}").main
+    if main(context.args):
         raise Refused(f"bench {name}: not everything was as it should be")
 
 

@@ -22,8 +22,9 @@ import sqlalchemy as sa
 from prefect.settings import PREFECT_API_URL
 
 from sweeps import queries, schema, services
-from sweeps.home import home
+from sweeps.home import database_url, home
 from sweeps.store import Store
+from sweeps.tracking import prepare
 from tests.core.hub_stand_in import hub
 from tests.integration.test_sweep import cells, request, runs
 
@@ -233,21 +234,24 @@ def test_hub_busy_while_the_weights_are_fetched(world, tmp_path):
 
 
 @pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A Ray cluster on loopback: a head that takes no work and two nodes of one CPU."""
+def two_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A Ray cluster on loopback: a head that takes no work and two nodes of one CPU, each with a disk of its own."""
     monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # or it would leave loopback
     from ray.cluster_utils import Cluster
 
     here = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 * 2**20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={**here, "num_cpus": 0})
-    for _ in range(2):
-        cluster.add_node(num_cpus=1, **here)
+    for name in ("a", "b"):
+        cluster.add_node(num_cpus=1, env_vars={"GOLINEAR_HOME": str(tmp_path / name)}, **here)
     yield cluster
     cluster.shutdown()
 
 
-def test_node_lost_its_cell_goes_on_on_another(world, two_nodes):
-    environment = {"RAY_ADDRESS": two_nodes.address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+def test_node_lost_its_cell_goes_on_on_another(world, two_nodes, tmp_path):
+    environment = {
+        "RAY_ADDRESS": two_nodes.address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GOLINEAR_DATABASE_URL": database_url(),
+        "GOLINEAR_BLOBS": f"local://{tmp_path}/bucket",  # an object store, as far as golinear can see
+    }  # fmt: skip
     process = start(asked_for(world, "node", 19, workers=1), **environment)
     until(lambda: in_training("node"))
     workers = {p.ppid() for p in psutil.process_iter(["name"]) if p.info["name"].startswith("ray::Worker")}
@@ -256,4 +260,11 @@ def test_node_lost_its_cell_goes_on_on_another(world, two_nodes):
     assert end_of(process) == 0
     assert [(row.state, row.cause) for row in attempts("node")] == [("failed", "preempted"), ("done", "")]
     assert actions("node") == DONE and tracked("node") == ["KILLED", "FINISHED"]
+    done = attempts("node")[-1]
+    other = next(path for path in tmp_path.glob("[ab]/cells/*/*") if path.name == str(done.id))
+    assert "going on from a checkpoint of another node" in (other / "log.txt").read_text()
+    names = {path.name for path in (tmp_path / "bucket" / done.key / str(done.id)).iterdir()}
+    assert "new_parameters.safetensors" in names and "checkpoints" not in names
+    artifacts = {file.path for file in prepare("ablation").client.list_artifacts(runs("node")["gdn"][0].info.run_id)}
+    assert "new_parameters.safetensors" in artifacts, "MLflow has the files of another node too"
     assert prefect_state("node") == "COMPLETED"

@@ -57,6 +57,11 @@ def test_tasks_with_limits_and_lengths() -> None:
     assert [t.limit for t in parameters.tasks(["mmlu", "piqa"], limit="mmlu=5,7")] == [5, 7]
     assert [t.limit for t in parameters.tasks(["mmlu", "piqa"], limit={"mmlu": 5})] == [5, None]
     assert [t.limit for t in parameters.tasks("perplexity:32k,agreement@1k:0.1M,mmlu", limit="1.5k")] == [32_000, 100_000, 1500]
+    ruler = parameters.tasks("ruler", lengths="1k,4k")
+    short, long = ({task.name for task in ruler if task.length == length} for length in (1024, 4096))
+    assert len(long) == 13 and short == long - {"qa_hotpot"}, "of a group, what can be made at a length"
+    with pytest.raises(ValueError, match="lengths from 256 on"):
+        parameters.tasks("s_niah@128")
     assert len(parameters.tasks("paper")) == 7 and parameters.tasks("") == parameters.tasks([]) == ()
     assert parameters.tasks("niah_single_1@4K")[0].length == 4096
     with pytest.raises(ValueError, match="prompt length"):

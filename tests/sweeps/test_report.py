@@ -14,6 +14,7 @@ from linear_core import style
 from sweeps import figures, findings, report, study
 from sweeps.grids import ablation
 from sweeps.store import Store, new_holder
+from sweeps.sweep import Sweep
 
 
 @pytest.fixture
@@ -31,6 +32,7 @@ def test_words_follow_from_the_numbers(made: study.Study, store: Store) -> None:
     assert "p < 0.001, significant); worse than the base model by 4.75 points (" in said
     (headline,) = findings.headline(table)
     assert "has the best score on 1 of 1 measure, on 1 of them significantly ahead" in headline
+    assert "It keeps 93.7 % of the base model's scores on average and needs 5.8 MiB" in headline
     (effect,) = findings.effects(table)
     assert (effect.axis, effect.first, effect.second, effect.pairs) == ("mechanism", "gdn", "gla", 1)
     column = table.columns[0]
@@ -63,6 +65,11 @@ def test_one_file_that_needs_nothing_else_and_is_the_same_again(made: study.Stud
     assert not parser.open
     assert str(tmp_path) not in text
     assert report.markdown(made).startswith("# ablation\n")
+
+
+def test_a_report_of_nothing_is_a_page_that_says_so(store: Store) -> None:
+    for sweep in (Sweep(name="none", cells=()), pinned(ablation("smollm2-135m", "gdn", tasks="")), SWEEP):
+        assert "<h2>Scores</h2>" in report.html(study.of_sweep(store, sweep)), sweep.name
 
 
 def test_every_figure_is_drawn_or_says_why_not(made: study.Study, tmp_path: Path) -> None:
@@ -111,3 +118,11 @@ def test_all_figures_of_a_study_that_has_everything(store: Store) -> None:
     lack = "gdn 56+8, niah_single_1@2048 is missing (its data is not here)"
     assert {name for name, d in drawings.items() if lack in d.lacks} >= {"scores-qwen3-0-6b-base-2", "budget", "lengths"}
     assert "qwen3-0.6b-base gdn 56+8 lacks a score" in drawings["cost"].lacks
+
+
+def test_the_example_of_the_docs_is_what_its_results_give() -> None:
+    """Words and tables of the committed page follow from the study.json beside it; figures may move with matplotlib."""
+    folder = Path(__file__).parents[2] / "docs" / "example-report"
+    words = [re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL) for text in (
+        (folder / "index.html").read_text(), report.html(study.read([folder / "study.json"])))]  # fmt: skip
+    assert words[0] == words[1], "golinear report --from docs/example-report/study.json -o docs/example-report"

@@ -163,9 +163,9 @@ def work(url: str, cells: list[Cell], ledger: Path, seed: int, pause: float) -> 
     store = Store(url, expires_after=1.5)
     todo = {cell.train_key: cell for cell in cells}
     while todo:
-        keys = list(todo)
-        rng.shuffle(keys)
-        for key in keys:
+        done = {key for key, state in queries.overview(store)[0].items() if state.published}  # as a plan sees them
+        todo = {key: cell for key, cell in todo.items() if key not in done}
+        for key in rng.sample(list(todo), min(len(todo), 50)):
             taken = store.claim(key, new_holder())
             if taken is None:
                 continue

@@ -1,0 +1,153 @@
+"""What store, Prefect, Ray and MLflow cost a cell: a sweep of cells whose stages do nothing, through the real thing.
+
+    golinear bench orchestration                       50 cells, on the Prefect server of golinear up or one of its own
+    golinear bench orchestration --cells 200 --output overhead.json
+
+Everything else is as in a sweep: claims, attempts, publishing, three Prefect tasks a cell, a Ray actor, an MLflow run with
+curve, scores and files; in a home of its own, which is removed. Overhead is the wall time of a cell less the time inside its
+stage functions, without the one start of the actor. Fails when the median is over 0.5 s or the 99th percentile over 2 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger
+
+from flows import workers
+from flows.cluster import cluster
+from flows.progress import Forgiving
+from flows.runner import DONE, Outcome, Runner
+from flows.slots import Slot
+from linear_core.evaluate.scores import Score, TaskSpec
+from linear_core.settings import TrainSettings
+from sweeps import queries, services, stages
+from sweeps.cell import Cell, Placement
+from sweeps.cost import Machine
+from sweeps.plan import Plan, PlanItem
+from sweeps.provenance import provenance
+from sweeps.request import build
+from sweeps.store import Store
+from sweeps.sweep import Sweep, TaskSource
+from sweeps.tracking import prepare
+
+MEDIAN, P99 = 0.5, 2.0  # seconds that a cell's overhead may take
+TASK = TaskSpec(name="perplexity", limit=1)
+TRAIN = TrainSettings(tokens=1024, sequence_length=64, batch_size=1, warmup_steps=1)
+
+
+class Noop:
+    """Stands in for sweeps.stages in the worker: no model, no training; the same files and values."""
+
+    log_tail = staticmethod(stages.log_tail)
+    adopt_checkpoints = staticmethod(stages.adopt_checkpoints)
+
+    class Bench:
+        """A base model that is always loaded."""
+
+        def __init__(self, base: str):
+            self.base = base
+
+        def base_model(self, name: str) -> None:
+            self.base = name
+
+    def convert(self, cell: Cell, folder: Path, bench: Any) -> dict[str, Any]:
+        stages.write_json(folder / "recipe.json", cell.recipe.to_dict())
+        return {"new_parameters": 0, "seconds": 0.0}
+
+    def train(self, cell: Cell, folder: Path, bench: Any, placement: Placement, *, on_progress: Any, **_: Any) -> Any:
+        on_progress({"stage": "train", "done": 64, "total": 64, "unit": "tokens", "tokens_seen": 64, "loss": 1.0, "step": 0})
+        (folder / stages.PARAMETERS).write_bytes(bytes(4096))
+        found = provenance() | {"new_parameters": 1024, "train_seconds": 0.0, "training": {"loss": 1.0}}
+        stages.write_json(folder / "provenance.json", found)
+        return found
+
+    def evaluate(
+        self, cell: Cell, folder: Path, bench: Any, tasks: Iterable[TaskSpec], *, on_score: Any, **_: Any
+    ) -> tuple[list[Score], dict[str, BaseException]]:
+        found = [Score(task=task, metric="perplexity", value=1.0) for task in tasks]
+        for score in found:
+            on_score(score.task, [score])
+        return found, {}
+
+
+class NoopWorker(workers.Worker):
+    """The worker of a sweep with stages that do nothing."""
+
+    def __init__(self, store: Store, placement: Placement):
+        super().__init__(store, placement)
+        workers.stages = Noop()  # type: ignore[assignment]  # in this process, which serves nothing else
+        self.bench = Noop.Bench("smollm2-135m")  # type: ignore[assignment]
+
+
+class Timed(Runner):
+    """A runner that keeps the wall time of every cell, actor starts left out."""
+
+    walls: list[float]
+
+    def _cell(self, slot: Slot, item: PlanItem) -> Outcome | None:
+        before, started = self.seconds["worker start"], time.perf_counter()
+        try:
+            return super()._cell(slot, item)
+        finally:
+            self.walls.append(time.perf_counter() - started - (self.seconds["worker start"] - before))
+
+
+@flow(name="bench-orchestration")
+def measure(cells: int) -> list[float]:
+    """Seconds of overhead of each cell. Raises RuntimeError when one of them was not done."""
+    made = build("ablation", mechanisms="gdn", budgets="56+8", adaptations="none", seeds=list(range(1, cells + 1)))
+    trained = [c for c in made.cells if not c.is_base]
+    pinned = tuple(Cell.from_dict({**c.to_dict(), "train": TRAIN.to_dict(), "revision": "none", "data": "none"}) for c in trained)
+    spec = Sweep(name="orchestration", cells=pinned, tasks=(TASK,), task_sources=(TaskSource(source="none", harness="none"),))
+    store, tracker = Store(), prepare("orchestration")
+    keys = [(cell, tuple((task, key) for task, key in spec.score_keys(cell))) for cell in pinned]
+    items = tuple(PlanItem(cell=c, key=c.train_key, action="run", train=True, tasks=tasks) for c, tasks in keys)
+    machine = Machine.detect()
+    queries.save_sweep(store, "orchestration", spec)
+    with cluster():
+        run = Timed(
+            sweep=spec, sweep_id="orchestration", store=store, tracker=Forgiving(tracker), machine=machine,
+            parent=tracker.start_sweep("orchestration", "orchestration"), placement=Placement(), num_slots=1,
+            say=get_run_logger().debug, links={}, worker=NoopWorker,
+        )  # fmt: skip
+        run.walls = []
+        run.run(Plan(sweep=spec, items=items, machine=machine, placement=Placement()))
+    states = {outcome.state for outcome in run.outcomes.values()}
+    if states != {DONE} or len(run.walls) != cells:
+        raise RuntimeError(f"not every cell was done: {run.outcomes}")
+    return run.walls
+
+
+def summary(walls: Sequence[float]) -> dict[str, Any]:
+    """Median and 99th percentile (the largest below 100 cells), seconds."""
+    return {
+        "cells": len(walls), "median_s": statistics.median(walls), "p99_s": sorted(walls)[int(0.99 * len(walls))],
+        "largest_s": max(walls), "load": os.getloadavg()[0], "cpus": os.cpu_count(),
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None, run: Callable[[int], list[float]] = measure) -> int:
+    """Measure and show; 1 when it took too long."""
+    from linear_core.bench.report import show
+
+    parser = argparse.ArgumentParser(prog="golinear bench orchestration", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cells", type=int, default=50)
+    parser.add_argument("--output", help="write the numbers as JSON")
+    options = parser.parse_args(argv)
+    prefect = services.urls().get("prefect", "")
+    with tempfile.TemporaryDirectory(prefix="golinear-overhead-") as home:
+        os.environ["GOLINEAR_HOME"] = home
+        for name in ("GOLINEAR_DATABASE_URL", "GOLINEAR_BLOBS", "MLFLOW_TRACKING_URI"):
+            os.environ.pop(name, None)
+        os.environ.update(services.environment(prefect))
+        row = summary(run(options.cells))
+    show("orchestration of a cell", [row], device="cpu", output=options.output)
+    return int(row["median_s"] > MEDIAN or row["p99_s"] > P99)

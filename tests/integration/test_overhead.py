@@ -1,0 +1,26 @@
+"""golinear bench orchestration: a sweep through the real thing whose stages do nothing."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+
+from flows.overhead import main, measure, summary
+from sweeps.tracking import prepare
+
+pytestmark = [pytest.mark.usefixtures("services_up", "ray_here"), pytest.mark.timeout(300)]
+
+
+def test_the_overhead_of_a_cell_is_measured_on_real_services(world, capsys):
+    walls = measure(3)
+    assert len(walls) == 3 and all(0 < wall < 60 for wall in walls)
+    tracked = list(prepare("orchestration").search("tags.kind = 'cell'"))
+    assert [run.info.status for run in tracked] == ["FINISHED"] * 3
+    assert 1.0 in tracked[0].data.metrics.values() and tracked[0].outputs.model_outputs
+    assert summary([0.1] * 49 + [3.0])["p99_s"] == 3.0
+    with mock.patch.dict(os.environ):  # which main changes
+        late = main(["--cells", "3"], run=lambda cells: [3.0] * cells)
+    assert late == 1, "too slow is a failure"
+    assert "median" in capsys.readouterr().out
