@@ -191,11 +191,11 @@ def test_what_needs_no_gpu_runs(golinear: Any, cell: str, world: Any, tmp_path: 
     (tmp_path / "retention_of_the_guide.py").write_text(guide)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(MECHANISMS, "retention", "retention_of_the_guide:Retention")
-    small = [made_small([stands_for.get(word, word) for word in words], world.model, tmp_path) for words in order]
+    small = [made_small([stands_for.get(word, word) for word in words], world.model) for words in order]
     assert not [wrong for words in small if (wrong := golinear(*words))]
 
 
-def made_small(words: list[str], model: str, folder: Path) -> list[str]:
+def made_small(words: list[str], model: str) -> list[str]:
     """The same command on a tiny model and few tokens: an option that is given again wins."""
     name = words[0]
     words = [model if word == "smollm2-135m" else word for word in words]
@@ -204,7 +204,7 @@ def made_small(words: list[str], model: str, folder: Path) -> list[str]:
     if name == "plan" and "--machine" not in words:
         return [*words, "--models", model]
     if name == "train":
-        return [*words, *shlex.split(SMALL), "-o", str(folder / "trained")]
+        return [*words, *shlex.split(SMALL)]
     if name == "evaluate":
         return [*words, "--tasks", "perplexity:256"]
     if name == "bench":
