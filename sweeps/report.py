@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from sweeps.tables import Table
 
 MOST_REASONS = 40
-SETTINGS = ("tokens", "sequence_length", "batch_size", "learning_rate", "warmup_steps", "objective", "weight_decay",
-            "clip_norm", "beta1", "beta2", "final_learning_rate", "isolate_documents", "mechanism", "budget", "adaptation",
-            "merge", "softmax_layers", "gate_bias", "learned_read_scale", "lora_rank", "lora_alpha", "conv_kernel",
-            "seed")  # fmt: skip
+SETTINGS = (*tables.TRAIN_FIELDS, "mechanism", "budget", "adaptation", "merge", "softmax_layers", "gate_bias",
+            "learned_read_scale", "lora_rank", "lora_alpha", "conv_kernel", "seed")  # fmt: skip
 SECTIONS = {
     "summary": "Summary", "scores": "Scores", "choices": "Choices", "figures": "Figures", "cost": "Cost",
     "published": "Published", "seeds": "Seeds", "missing": "Missing", "settings": "Settings", "provenance": "Provenance",

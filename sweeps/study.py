@@ -6,6 +6,7 @@ identical. One line a cell, score and curve, so that it can be kept under versio
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from linear_core.recipe import Recipe
+from linear_core.settings import TrainSettings
 from sweeps import queries, render, tables
 from sweeps.store import Store
 from sweeps.sweep import Sweep
@@ -133,7 +136,7 @@ def from_json(text: str, name: str = "the file") -> Study:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         said = found.get("format") if isinstance(found, dict) else type(found).__name__
         raise ValueError(f"{name} is not a study: its format is {said!r}; allowed: {FORMAT!r}, of golinear table --format json")
-    cells = {cell["key"]: cell if "base_parameters" in cell else {**cell, **_parameters(cell["base"])} for cell in found["cells"]}
+    cells = {cell["key"]: cell | {k: v for k, v in _unsaid(cell).items() if k not in cell} for cell in found["cells"]}
     blank = dict.fromkeys(SCORE_COLUMNS)
     texts = dict.fromkeys(("reason", "flags", "source", "harness"), "")
     rows = [{**cells[row["key"]], **blank, **texts, **row} for row in found["scores"]]
@@ -146,11 +149,14 @@ def from_json(text: str, name: str = "the file") -> Study:
     )  # fmt: skip
 
 
-def _parameters(base: str) -> dict[str, int]:
-    """What files of the first days do not say, for base models of the registry; 0 of others."""
+def _unsaid(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """What an older version's file does not say of a cell: settings that it did not have are at their defaults."""
     from linear_core.models import REGISTRY
 
-    return {"base_parameters": REGISTRY[base].shape.num_parameters if base in REGISTRY else 0}
+    base = cell["base"]
+    fields = (*dataclasses.fields(Recipe), *dataclasses.fields(TrainSettings))
+    defaults = {field.name: None if cell["is_base"] else field.default for field in fields}
+    return {"base_parameters": REGISTRY[base].shape.num_parameters if base in REGISTRY else 0, **defaults}
 
 
 def read(paths: Iterable[Path]) -> Study:

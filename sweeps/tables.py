@@ -7,6 +7,7 @@ a converted model's score is not shown without its base model's.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from linear_core.evaluate.scores import Score, TaskSpec
 from linear_core.evaluate.statistics import mean_and_spread
+from linear_core.settings import TrainSettings
 from sweeps import cost, items, published, queries
 from sweeps.cell import Cell
 from sweeps.compare import difference, standard_error
@@ -280,8 +282,7 @@ def _titled(columns: Sequence[Column]) -> tuple[Column, ...]:
     return tuple(replace(column, title=title) for column, title in zip(columns, titles))
 
 
-TRAIN_FIELDS = ("tokens", "sequence_length", "batch_size", "learning_rate", "warmup_steps", "objective", "weight_decay",
-                "clip_norm", "beta1", "beta2", "final_learning_rate", "isolate_documents")  # fmt: skip
+TRAIN_FIELDS = tuple(field.name for field in dataclasses.fields(TrainSettings))
 TELLING = ("revision", "data", *TRAIN_FIELDS, "lora_rank", "lora_alpha", "conv_kernel")
 
 

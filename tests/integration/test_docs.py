@@ -23,7 +23,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- needs: ([\w, ]+) -->\n)?```bash\n(.*?)```", re.DOTALL)
-INLINE = re.compile(r"`((?:golinear|prefect deployment run|make|python scripts/\S+)\b[^`\n]*)`")
+INLINE = re.compile(r"`((?:golinear(?!-)|prefect deployment run|make|python scripts/\S+)\b[^`\n]*)`")
 NEEDS = {"gpu", "minutes", "cluster"}
 SHELL = {"source", "cd", "export", "ssh"}  # taken as they are
 SMALL = "--tokens 256 --sequence-length 64 --warmup-steps 1"
@@ -51,8 +51,10 @@ def commands() -> Iterator[Command]:
         for needs, code in BLOCK.findall(text):
             assert set(needs.replace(",", " ").split()) <= NEEDS, f"{page}: needs {needs}; allowed: {NEEDS}"
             for line in code.replace("\\\n", " ").splitlines():
-                if line.strip() and not line.lstrip().startswith("#"):
-                    yield Command(page, line.strip(), needs)
+                for part in line.split("; golinear") if line.startswith("golinear") else [line]:
+                    text = part if part is line or part.startswith("golinear") else f"golinear{part}"
+                    if text.strip() and not text.lstrip().startswith("#"):
+                        yield Command(page, text.strip(), needs)
         for found in INLINE.findall(BLOCK.sub("", text)):
             yield Command(page, found, inline=True)
 
@@ -101,7 +103,9 @@ def is_deployment(words: list[str], command: Command) -> None:
     """``prefect deployment run FLOW/NAME -p …``: of prefect.yaml, with parameters that its flow takes."""
     from sweeps.request import HELP, build
 
-    if command.inline and words == ["deployment", "run"]:
+    if words[:2] != ["deployment", "run"] or (command.inline and len(words) == 2):
+        own = {"block", "config", "deploy", "deployment", "server", "work-pool", "worker"}
+        assert next(word for word in words if not word.startswith("-")) in own, command.text  # Prefect's own
         return
     if words[:2] == ["deployment", "schedule"]:  # Prefect's own
         assert words[2] in ("ls", "resume", "pause"), command.text
@@ -111,7 +115,7 @@ def is_deployment(words: list[str], command: Command) -> None:
         module, _, function = made["entrypoint"].partition(".py:")
         flow = getattr(importlib.import_module(module.replace("/", ".")), function)
         flows[f"{flow.name}/{made['name']}"] = flow
-    assert words[:2] == ["deployment", "run"] and words[2] in flows, command.text
+    assert words[2] in flows, command.text
     flow = flows[words[2]]
     given = dict(word.split("=", 1) for flag, word in itertools.pairwise(words) if flag in ("-p", "--param"))
     assert set(given) <= set(inspect.signature(flow.fn).parameters), command.text
