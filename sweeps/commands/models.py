@@ -155,7 +155,7 @@ def generate(
         **sampling,
     )
     new = made.sequences.shape[1] - inputs["input_ids"].shape[1]
-    cache = made.past_key_values
+    cache = made.cache if hasattr(made, "cache") else made.past_key_values  # its older name
     size = getattr(cache, "nbytes", None)
     shown = "" if size is None else f", cache {size / 2**20:.2f} MiB after {made.sequences.shape[1]:,} tokens"
     say(f"{new / (time.perf_counter() - started):.1f} tokens/s{shown}")
