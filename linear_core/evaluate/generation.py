@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from linear_core.evaluate.prefix import Node, plan
+from linear_core.evaluate.prefix import Node, num_tokens, plan
 from linear_core.evaluate.walk import Walker
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 POOL_BYTES = 2 << 30  # of caches that wait for their decode steps, on the CPU
 MOST_ROWS = 256  # of one decode batch
+# A segment of its own costs a pass with few rows, which a GPU runs no faster than one of some thousand tokens; needles at
+# 40 depths make a comb of such passes. And less than this share of the tokens saved is not worth smaller batches.
+MIN_SAVING_GPU, LEAST_SHARE = 2048, 0.1
 
 
 class Generator(Walker):
@@ -40,8 +43,10 @@ class Generator(Walker):
         if self.lm.runner.stateful:
             self.numbers = [n for n, prompt in prompts.items() if len(prompt) > 1]
             # the last token of a prompt is its first decode step: a prompt may end inside another one
-            trees = plan([tuple(prompts[n][:-1]) for n in self.numbers], min_saving=self.lm.min_saving)
-            if any(tree.children or len(tree.rows) > 1 for tree in trees):
+            heads = [tuple(prompts[n][:-1]) for n in self.numbers]
+            on_gpu = self.lm.runner.device.type == "cuda"
+            trees = plan(heads, min_saving=max(self.lm.min_saving, MIN_SAVING_GPU if on_gpu else 0))
+            if num_tokens(trees) < (1 - LEAST_SHARE) * sum(map(len, heads)):
                 self.run(trees, None, [0] * len(trees))
                 self._flush()
                 prompts = {n: prompt for n, prompt in prompts.items() if len(prompt) <= 1}
