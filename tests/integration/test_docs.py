@@ -51,10 +51,9 @@ def commands() -> Iterator[Command]:
         for needs, code in BLOCK.findall(text):
             assert set(needs.replace(",", " ").split()) <= NEEDS, f"{page}: needs {needs}; allowed: {NEEDS}"
             for line in code.replace("\\\n", " ").splitlines():
-                for part in line.split("; golinear") if line.startswith("golinear") else [line]:
-                    text = part if part is line or part.startswith("golinear") else f"golinear{part}"
-                    if text.strip() and not text.lstrip().startswith("#"):
-                        yield Command(page, text.strip(), needs)
+                for text in re.split(r"; (?=golinear)", line.strip()):
+                    if text and not text.startswith("#"):
+                        yield Command(page, text, needs)
         for found in INLINE.findall(BLOCK.sub("", text)):
             yield Command(page, found, inline=True)
 
