@@ -10,10 +10,10 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from linear_core.card import model_card
 from linear_core.mechanisms import MECHANISMS
 from linear_core.models import BaseModel, load, load_tokenizer, resolve
 from linear_core.recipe import Recipe
@@ -66,7 +66,7 @@ def export_delta(model: Any, base: BaseModel, revision: str, out: Path | str, *,
     save_new_parameters(model, out / DELTA_FILE)
     pointer = {"base": base.name, "source": base.source, "revision": revision, "recipe": model.recipe.to_dict()}
     (out / POINTER_FILE).write_text(json.dumps(pointer, indent=2) + "\n")
-    (out / "README.md").write_text(card or model_card(base, model.recipe))
+    (out / "README.md").write_text(card or model_card(base, model.recipe, delta=True))
     return out
 
 
@@ -203,34 +203,3 @@ def load_linearized(
     model_class: Any = MODEL_CLASSES[family]
     model = model_class.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
     return freeze(model), AutoTokenizer.from_pretrained(folder, config=model.config, trust_remote_code=False)
-
-
-def model_card(base: BaseModel, recipe: Recipe, *, training: Iterable[str] = (), scores: str = "") -> str:
-    """The README.md of an export: what it is, how to load it, what to expect; licence inherited from the base."""
-    from linear_core.inspect import inspect_recipe
-
-    facts = inspect_recipe(base.shape, recipe)
-    lines = [
-        "---", f"license: {base.licence}", f"base_model: {base.source if not base.is_folder else base.name}",
-        "library_name: transformers", "tags: [linear-attention, golinear]", "---", "",
-        f"# {base.name}, linearized: {recipe.name}", "",
-        f"Softmax attention of {base.name} was replaced by `{recipe.mechanism}` with a constant-size state and exact "
-        f"attention over a window of {recipe.window} tokens and {recipe.sinks} sinks "
-        f"(adaptation {recipe.adaptation}, merge {recipe.merge}). "
-        f"The base's weights are frozen; {facts['new_parameters']:,} new parameters were added.", "",
-        "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        'model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)',
-        'tokenizer = AutoTokenizer.from_pretrained(".")', "```", "",
-        f"Cache: {facts['cache_bytes']:,} bytes a sequence at any length; full attention "
-        f"needs as much at {facts['break_even_tokens']:,} tokens.",
-    ]  # fmt: skip
-    if training := list(training):
-        lines += ["", "## Training", "", *training]
-    lines += ["", "## Scores", "", scores or "Not measured."]
-    lines += [
-        "", "## Limits", "",
-        "What leaves the window is kept in a state of fixed size: exact recall of many distant items is worse "
-        "than the base's. The cache cannot be cropped, so assisted decoding is refused. "
-        "Biases and limits of the base model are inherited.", "",
-    ]  # fmt: skip
-    return "\n".join(lines)

@@ -88,36 +88,3 @@ def _open_cell(folder: Path, device: str, backbone: str) -> Opened:
     wanted = replace(cell, train=replace(cell.train, backbone=backbone)) if backbone and cell.train else cell
     model = bench.trained(wanted, folder)
     return Opened(model, bench.tokenizer, models.resolve(cell.base), cell.recipe, cell)
-
-
-def card_of(opened: Opened) -> tuple[str, dict[str, Any]]:
-    """Model card and training facts of a cell, with its scores beside its base model's when the store has them."""
-    from linear_core.export import model_card
-
-    cell = opened.cell
-    if cell is None or opened.base is None:
-        return "", {}
-    training = [f"{name}: {value}" for name, value in (cell.train.to_dict() if cell.train else {}).items()]
-    scores = _scores_table(cell)
-    card = model_card(opened.base, cell.recipe, training=[*training, f"seed: {cell.seed}"], scores=scores)
-    return card, {"train_key": cell.train_key}
-
-
-def _scores_table(cell: Cell) -> str:
-    """Markdown rows: task, metric, base, this model. "" when the store has no score of this cell."""
-    from sweeps import queries
-    from sweeps.store import Store
-
-    store = Store()
-    base_key = cell.base_of().train_key
-    found = queries.scores_of(store, [base_key, cell.train_key])
-    values = {(key, s.task.label, s.metric): s.value for key, _, s in found if s.value is not None}
-    own = [(task, metric) for key, task, metric in values if key == cell.train_key]
-    if not own:
-        return ""
-    rows = ["| task | metric | base | this model |", "|---|---|--:|--:|"]
-    for task, metric in own:
-        before = values.get((base_key, task, metric))
-        shown = "–" if before is None else f"{before:.4g}"
-        rows.append(f"| {task} | {metric} | {shown} | {values[cell.train_key, task, metric]:.4g} |")
-    return "\n".join(rows)

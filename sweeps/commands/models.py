@@ -114,14 +114,15 @@ def export(
 ) -> None:
     """Write a trained cell as a folder that AutoModelForCausalLM loads, with its model card."""
     from linear_core import export as exporting
-    from sweeps.opening import card_of, open_model
+    from sweeps.card import card_of
+    from sweeps.opening import open_model
 
     opened = open_model(what, backbone="full")
     if opened.base is None or opened.recipe is None:
         raise ValueError(
             f"{what} is no trained cell; golinear status lists cells, golinear convert linearizes a base model"
         )
-    card, facts = card_of(opened)
+    card, facts = card_of(opened, delta=delta_only)
     if delta_only:
         from linear_core.models import revision
 
