@@ -9,4 +9,10 @@ Importing this package imports nothing heavy; its modules are imported where the
     model = convert(load("smollm2-135m"), Recipe.parse("gdn 56+8 conv"))
 """
 
+import logging
+
 __version__ = "0.1.0"
+
+# transformers imports torchao where it is installed (for 8-bit backbones), which then says what it lacks
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

@@ -289,7 +289,10 @@ def _quantized(backbone: str) -> dict[str, Any]:
 
 
 def whole(weight: Any) -> Any:
-    """A weight as one can slice and look at it: what is kept in 8 bits in the type that it stands for."""
+    """A weight as one can slice and look at it: of 8 bits in the type that it stands for, gathered when it is spread over
+    ranks (all of them must ask)."""
+    if hasattr(weight, "full_tensor"):
+        return weight.full_tensor()
     return weight.dequantize() if hasattr(weight, "qdata") else weight
 
 

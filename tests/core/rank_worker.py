@@ -8,6 +8,7 @@ import torch
 
 from linear_core import ranks
 from linear_core.convert import convert, new_parameters
+from linear_core.evaluate import windows
 from linear_core.evaluate.harness import PrefixLM
 from linear_core.outcome import Interrupted
 from linear_core.recipe import Recipe
@@ -18,6 +19,7 @@ from tests.core.texts import byte_tokenizer
 
 RECIPE = "gdn 6+2 conv"
 UNEVEN = dataclasses.replace(SETTINGS, tokens=11 * 128 + 32)  # one sequence in the last step: rank 1 has none
+EVEN = dataclasses.replace(SETTINGS, objective=",".join(f"{name}:{4 * 128}" for name in ("layerwise", "kl", "ce")))
 CHAIN = dataclasses.replace(UNEVEN, objective=f"layerwise:{5 * 128},kl:{6 * 128 + 32}")
 
 
@@ -47,18 +49,28 @@ def answers(model):
     return {"scored": [list(pair) for pair in scored], "texts": texts, "asked": lm.tokens_asked}
 
 
+def measured(model, folder):
+    """Losses of held-out windows, and agreement with the base model."""
+    held_out = windows.Windows(tiny.tokens(24, batch=3, seed=9), ("a", "b", "c"))
+    folder.mkdir(exist_ok=True)
+    same, kl = windows.agreement(model, windows.base_reference(model, held_out, folder), held_out)
+    return [windows.token_losses(model, held_out), same, kl]
+
+
 def straight(folder):
     """What must come out alike, whatever the number of ranks."""
     found = {name: run(folder / name, settings) for name, settings in (("ce", UNEVEN), ("chain", CHAIN))}
-    return found | {"answers": answers(tiny.linearized(RECIPE))}
+    model = tiny.linearized(RECIPE)
+    return found | {"answers": answers(model), "measured": measured(model, folder / "references")}
 
 
 def of_two(folder, me):
     """What only ranks can do."""
-    found = {"sharded": run(folder / "sharded", SETTINGS, sharded=True)}
+    found = {"sharded": run(folder / "sharded", EVEN, sharded=True)}
     base = tiny.base()
     ranks.shard(base, "cpu")
-    found["sharded answers"] = answers(tiny.randomised(convert(base, Recipe.parse(RECIPE))))
+    model = tiny.randomised(convert(base, Recipe.parse(RECIPE)))
+    found |= {"sharded answers": answers(model), "sharded measured": measured(model, folder / "sharded_references")}
     found["resumed"] = run(folder / "of_one")
     asked = []
     try:

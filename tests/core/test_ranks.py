@@ -26,7 +26,7 @@ def world(tmp_path_factory):
     started = [subprocess.Popen([*command, str(rank), "2", str(port), str(folder)]) for rank in range(2)]
     try:
         one = rank_worker.straight(folder / "one")
-        even = rank_worker.run(folder / "even", rank_worker.SETTINGS)
+        even = rank_worker.run(folder / "even", rank_worker.EVEN)
         assert [process.wait(120) for process in started] == [0, 0]
     finally:
         for process in started:
@@ -82,6 +82,7 @@ def test_measuring_is_shared(world, what):
         assert found[what]["texts"] == one["answers"]["texts"]
         for ours, theirs in zip(found[what]["scored"], one["answers"]["scored"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
+        torch.testing.assert_close(found["sharded measured"], one["measured"], rtol=1e-3, atol=1e-4)
 
 
 def test_what_cannot_be_shared_is_refused_and_a_failure_is_everybodys(world):
