@@ -35,9 +35,6 @@ def prepare(experiment: str, *, uri: str | None = None) -> Tracker:
 
     Call once, in one process, before workers start. Raises ValueError when the tracking server cannot be reached.
     """
-    import mlflow
-    from mlflow.exceptions import MlflowException
-
     uri = uri or tracking_uri()
     location = None
     if uri.startswith("sqlite:"):
@@ -46,6 +43,9 @@ def prepare(experiment: str, *, uri: str | None = None) -> Tracker:
         location = (home() / "mlflow-artifacts").as_uri()
     elif uri.startswith("http"):
         _check_server(uri)
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
     client = mlflow.MlflowClient(tracking_uri=uri)
     try:
         found = client.get_experiment_by_name(experiment)
