@@ -103,27 +103,38 @@ class Timed(Runner):
 @flow(name="bench-orchestration")
 def measure(cells: int) -> list[float]:
     """Seconds of overhead of each cell. Raises RuntimeError when one of them was not done."""
-    made = build("ablation", mechanisms="gdn", budgets="56+8", adaptations="none", seeds=list(range(1, cells + 1)))
-    trained = [c for c in made.cells if not c.is_base]
-    pinned = tuple(Cell.from_dict({**c.to_dict(), "train": TRAIN.to_dict(), "revision": "none", "data": "none"}) for c in trained)
-    spec = Sweep(name="orchestration", cells=pinned, tasks=(TASK,), task_sources=(TaskSource(source="none", harness="none"),))
-    store, tracker = Store(), prepare("orchestration")
-    keys = [(cell, tuple((task, key) for task, key in spec.score_keys(cell))) for cell in pinned]
-    items = tuple(PlanItem(cell=c, key=c.train_key, action="run", train=True, tasks=tasks) for c, tasks in keys)
-    machine = Machine.detect()
-    queries.save_sweep(store, "orchestration", spec)
-    with cluster():
-        run = Timed(
-            sweep=spec, sweep_id="orchestration", store=store, tracker=Forgiving(tracker), machine=machine,
-            parent=tracker.start_sweep("orchestration", "orchestration"), placement=Placement(), num_slots=1,
-            say=get_run_logger().debug, links={}, worker=NoopWorker,
-        )  # fmt: skip
-        run.walls = []
-        run.run(Plan(sweep=spec, items=items, machine=machine, placement=Placement()))
+    run = run_sweep(sweep_of(cells), NoopWorker)
     states = {outcome.state for outcome in run.outcomes.values()}
     if states != {DONE} or len(run.walls) != cells:
         raise RuntimeError(f"not every cell was done: {run.outcomes}")
     return run.walls
+
+
+def sweep_of(cells: int, train: TrainSettings = TRAIN, base: str = "smollm2-135m") -> Sweep:
+    """So many seeds of one recipe, pinned to weights and a text that nobody reads."""
+    made = build("ablation", models=base, mechanisms="gdn", budgets="56+8", adaptations="none", seeds=list(range(1, cells + 1)))
+    given = {"train": train.to_dict(), "revision": "none", "data": "none"}
+    pinned = tuple(Cell.from_dict({**cell.to_dict(), **given}) for cell in made.cells if not cell.is_base)
+    source = TaskSource(source="none", harness="none")
+    return Sweep(name="orchestration", cells=pinned, tasks=(TASK,), task_sources=(source,))
+
+
+def run_sweep(spec: Sweep, worker: type) -> Timed:
+    """Run the cells, one at a time, with this worker. Call it within a flow."""
+    store, tracker, machine = Store(), prepare("orchestration"), Machine.detect()
+    keys = [(cell, spec.score_keys(cell)) for cell in spec.cells]
+    items = tuple(PlanItem(cell=c, key=c.train_key, action="run", train=True, tasks=tasks) for c, tasks in keys)
+    queries.save_sweep(store, spec.name, spec)
+    with cluster():
+        run = Timed(
+            sweep=spec, sweep_id=spec.name, store=store, tracker=Forgiving(tracker), machine=machine,
+            parent=tracker.start_sweep(spec.name, spec.name), placement=Placement(), num_slots=1,
+            say=get_run_logger().debug, links={}, worker=worker,
+        )  # fmt: skip
+        run.walls = []
+        run.run(Plan(sweep=spec, items=items, machine=machine, placement=Placement()))
+    tracker.end(run.parent)
+    return run
 
 
 def summary(walls: Sequence[float]) -> dict[str, Any]:

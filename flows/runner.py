@@ -20,6 +20,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from flows.dead import bury
 from flows.progress import Forgiving, Progress
 from flows.queue import Queue
 from flows.slots import Slot, StageFailed
@@ -97,7 +98,7 @@ class Runner:
             while not self.stop.is_set():
                 todo, waiting = self._open(plan)
                 if todo:
-                    self.tracker.end_orphans(queries.live_runs(self.store))  # of holders whose claims have expired
+                    bury(self.store, self.tracker, self.say)  # holders whose claims have expired
                     self._round(slots, todo)
                 elif waiting:
                     for slot in slots:
@@ -243,7 +244,7 @@ class Runner:
             self.store.finish(claim)
             return Outcome(label, DONE, "done by another sweep")
         item = still
-        tags = {**self.links, "attempt": str(claim.attempt)}
+        tags = {**self.links, "attempt": str(claim.attempt), "store": self.store.name}
         if self.placement.num_gpus:
             tags["hardware"] = self.machine.gpu
         sources = [(task, self.sweep.source_of(task).source) for task, _ in item.tasks]

@@ -20,12 +20,14 @@ from prefect.states import Cancelled, Completed, Failed, State
 
 from flows import notify as notifications
 from flows.cluster import Capacity, check_feasible, cluster
+from flows.dead import bury
 from flows.progress import Forgiving
 from flows.reporting import publish_report, publish_table
 from flows.runner import DONE, PRUNED, Outcome, Runner, run_stage
 from sweeps import priorities, queries, services, study
 from sweeps.cell import Placement, key_of
 from sweeps.cost import Machine
+from sweeps.flow_runs import FlowRun, alive
 from sweeps.plan import Plan, make_plan
 from sweeps.pruning import Divergence
 from sweeps.request import HELP, build
@@ -100,8 +102,7 @@ def sweep(
             Divergence(prune)
         store = Store()
         tracker = prepare(grid)
-        for orphan in tracker.end_orphans(queries.live_runs(store)):
-            say("MLflow run %s of a process that died: KILLED", orphan)
+        bury(store, tracker, say)
         capacity = stack.enter_context(cluster()) if os.environ.get("RAY_ADDRESS") else None
         machine = _machine(capacity)
         per_cell = min(1, machine.num_gpus) if gpus is None else gpus
@@ -117,23 +118,25 @@ def sweep(
         if plan.refusal:
             raise ValueError(f"refused: {plan.refusal}")
         run = _prepare(plan, spec, store, tracker, workers or _places(machine, placement, capacity), fail_fast)
-        run.prune = prune
+        run.prune, run.accept_base_scores = prune, accept_base_scores
         if priority is not None:
             priorities.put(store, run.sweep_id, priority)
-        run.accept_base_scores = accept_base_scores
-        if plan.counts["skip"] < len(plan.items):
-            capacity = capacity or stack.enter_context(cluster())
-            num_cpus = capacity.cpus_each(run.num_slots, placement.num_gpus)
-            run.placement = dataclasses.replace(placement, num_cpus=num_cpus)
-            clock.part("ray start")
-            try:
+        this = FlowRun(id=str(runtime.flow_run.id), sweep_id=run.sweep_id, tracking_run=run.parent)
+        stack.enter_context(alive(store, this))
+        try:
+            if plan.counts["skip"] < len(plan.items):
+                capacity = capacity or stack.enter_context(cluster())
+                num_cpus = capacity.cpus_each(run.num_slots, placement.num_gpus)
+                run.placement = dataclasses.replace(placement, num_cpus=num_cpus)
+                clock.part("ray start")
                 run.run(plan)
-            except BaseException as error:
-                queries.set_sweep_state(store, run.sweep_id, "failed")
-                tracker.end(run.parent, "KILLED", f"{type(error).__name__}: {error}")
-                raise
-            clock.skip()
-    table = _finish(plan, spec, store, run)
+                clock.skip()
+            table = _finish(plan, spec, store, run)
+        except BaseException as error:
+            queries.set_sweep_state(store, run.sweep_id, "failed")
+            run.tracker.end(run.parent, "KILLED", f"{type(error).__name__}: {error}")
+            raise
+        bury(store, run.tracker, say)
     clock.part("table")
     for line in (table, f"time: {clock.report(run.seconds)}"):
         say("\n%s" if "\n" in line else "%s", line)

@@ -23,6 +23,7 @@ PERMANENT = ("nonfinite", "cancelled", "pruned")
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # HTTP: not now
 NO_SPACE = ("no space left on device", "disk is full", "disk quota exceeded")
+NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 UNREACHABLE = {"ConnectionError", "TimeoutError", "TransportError", "Timeout", "LocalEntryNotFoundError", "OperationalError"}
 
 
@@ -40,7 +41,7 @@ def cause_of(error: BaseException) -> str:
     if any(cls.__name__ in UNREACHABLE for one in chain for cls in type(one).__mro__):
         return "network"
     kinds = {cls.__name__ for cls in type(error).__mro__}
-    if kinds & {"OutOfMemoryError", "MemoryError"} or "out of memory" in str(error).lower():
+    if kinds & {"OutOfMemoryError", "MemoryError"} or any(phrase in str(error).lower() for phrase in NO_MEMORY):
         return "oom"
     if kinds & {"FloatingPointError", "NonFiniteError"}:
         return "nonfinite"

@@ -83,6 +83,15 @@ priorities = sa.Table(
     sa.Column("key", sa.String(160), primary_key=True),
     sa.Column("priority", sa.Float, nullable=False),
 )
+# Flows that are alive (sweeps.flow_runs): one that dies leaves its row to expire.
+flow_runs = sa.Table(
+    "flow_runs",
+    metadata,
+    sa.Column("id", sa.String(80), primary_key=True),
+    sa.Column("sweep_id", sa.String(80), nullable=False),
+    sa.Column("tracking_run", sa.String(64), nullable=False),
+    sa.Column("expires_at", sa.Float, nullable=False),
+)
 # Sweeps that wait for a place in Ray: those of lower priority make room at their next cell.
 waiting = sa.Table(
     "waiting",

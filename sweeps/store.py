@@ -7,6 +7,7 @@ transaction that checks the fence. Only what is published is a result.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import socket
@@ -82,6 +83,11 @@ class Store:
         if self._clock is not None:
             return sa.literal(self._clock(), sa.Float)
         return schema.now(self.engine.dialect.name)
+
+    @property
+    def name(self) -> str:
+        """What tells this store's records apart where several stores share an MLflow server."""
+        return hashlib.sha256(self.url.encode()).hexdigest()[:16]
 
     def close(self) -> None:
         self.engine.dispose()

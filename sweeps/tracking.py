@@ -250,24 +250,27 @@ class Tracker:
             self.set_tags(run_id, {"reason": reason, "mlflow.note.content": reason})
         self.client.set_terminated(run_id, status=status)
 
-    def search(self, query: str = "", *, page: int = PAGE) -> Iterator[Any]:
-        """All runs that match, however many: page by page."""
+    def search(self, query: str = "", *, page: int = PAGE, experiments: list[str] | None = None) -> Iterator[Any]:
+        """All runs that match, however many: page by page. ``experiments``: their ids; default this one."""
         token = None
         while True:
-            found = self.client.search_runs([self.experiment_id], query, max_results=page, page_token=token)
+            found = self.client.search_runs(experiments or [self.experiment_id], query, max_results=page, page_token=token)
             yield from found
             token = found.token
             if not token:
                 return
 
-    def end_orphans(self, live: Iterable[str]) -> list[str]:
-        """End every cell run that still says RUNNING without a live attempt (``live``: their run ids) as KILLED.
+    def end_orphans(self, live: Iterable[str], store: str) -> list[str]:
+        """End every cell run of a store (its name) that still says RUNNING without a live attempt (``live``: their run ids) as
+        KILLED, whatever its experiment; others may use this server with a store of their own.
 
         Called before planning. Returns the ids that were ended.
         """
         alive = set(live)
         ended = []
-        for run in self.search("attributes.status = 'RUNNING' and tags.kind = 'cell'"):
+        everywhere = [experiment.experiment_id for experiment in self.client.search_experiments()]
+        mine = f"attributes.status = 'RUNNING' and tags.kind = 'cell' and tags.store = '{store}'"
+        for run in self.search(mine, experiments=everywhere):
             if run.info.run_id not in alive:
                 self.end(run.info.run_id, "KILLED", "its process died without ending the run; the cell runs again")
                 ended.append(run.info.run_id)

@@ -134,13 +134,15 @@ def status(
     json: bool = JSON,
 ) -> None:
     """What is true now: every cell of a sweep, who works on it, what failed and why."""
-    from sweeps import queries
+    from sweeps import flow_runs, queries
     from sweeps.plan import make_plan
     from sweeps.store import Store
 
     store = Store()
     sweep_id, spec = queries.load_sweep(store, sweep)
     state = queries.sweep_state(store, sweep_id)
+    if state in flow_runs.ACTIVE and sweep_id not in flow_runs.live_sweeps(store):
+        state += ", but no flow is at work on it"
     made = make_plan(spec, store)
     found = {failure.key: failure for failure in queries.failures(store) if failure.state != "pruned"}
     rows = [_status_row(item, found.get(item.key)) for item in made.items if not failed or item.key in found]

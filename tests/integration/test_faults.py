@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import sqlalchemy as sa
@@ -101,20 +102,17 @@ def actions(name: str) -> dict[str, str]:
     return {cell: item.action for cell, item in cells(name).items()}
 
 
+def prefect_states(name: str) -> list[str]:
+    """States of the flow runs that were asked for this sweep, newest first."""
+    body = {"sort": "EXPECTED_START_TIME_DESC", "limit": 20}
+    rows = httpx.post(f"{PREFECT_API_URL.value()}/flow_runs/filter", json=body, timeout=30).json()
+    return [row["state_type"] for row in rows if row["parameters"].get("name") == name]
+
+
 def prefect_state(name: str) -> str:
     """State of the newest flow run that was asked for this sweep, once Prefect knows how it ended."""
-    import httpx
-
-    found: dict[str, Any] = {}
-
-    def ended() -> bool:
-        body = {"sort": "EXPECTED_START_TIME_DESC", "limit": 20}
-        rows = httpx.post(f"{PREFECT_API_URL.value()}/flow_runs/filter", json=body, timeout=30).json()
-        found.update(next(row for row in rows if row["parameters"].get("name") == name))
-        return found["state_type"] not in ("RUNNING", "PENDING", "SCHEDULED")
-
-    until(ended, 60)
-    return found["state_type"]
+    until(lambda: prefect_states(name)[0] not in ("RUNNING", "PENDING", "SCHEDULED"), 60)
+    return prefect_states(name)[0]
 
 
 def test_actor_killed_its_cell_goes_on_in_the_same_flow(world):
@@ -151,6 +149,7 @@ def test_flow_killed_another_takes_over_when_its_claim_expires(world):
     assert actions("killed flow")["gdn 4+2"] == "wait"  # by its claim it may still live
     assert end_of(start(asked_for(world, "killed flow", 13))) == 0
     assert [row.state for row in attempts("killed flow")] == ["lost", "done"]
+    assert prefect_states("killed flow") == ["COMPLETED", "CRASHED"]
     assert actions("killed flow") == DONE and tracked("killed flow") == ["KILLED", "FINISHED"]
     assert not [p for p in orphans if p.is_running() and p.name().startswith("ray::Worker")]
 

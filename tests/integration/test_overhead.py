@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from flows.overhead import main, measure, summary
+from flows.overhead import main, measure, summary, sweep_of
 from sweeps.tracking import prepare
 
 pytestmark = [pytest.mark.usefixtures("services_up", "ray_here"), pytest.mark.timeout(300)]
@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.usefixtures("services_up", "ray_here"), pytest.mark.ti
 def test_the_overhead_of_a_cell_is_measured_on_real_services(world, capsys):
     walls = measure(3)
     assert len(walls) == 3 and all(0 < wall < 60 for wall in walls)
-    tracked = list(prepare("orchestration").search("tags.kind = 'cell'"))
+    keys = [cell.train_key for cell in sweep_of(3).cells]
+    tracked = [run for key in keys for run in prepare("orchestration").search(f"tags.train_key = '{key}'")]
     assert [run.info.status for run in tracked] == ["FINISHED"] * 3
     assert 1.0 in tracked[0].data.metrics.values() and tracked[0].outputs.model_outputs
     assert summary([0.1] * 49 + [3.0])["p99_s"] == 3.0

@@ -36,6 +36,7 @@ def raised(error: Exception, source: Exception) -> Exception:
     (HubError(503), "network"), (raised(OSError("x"), HubError(404)), "error"), (HubError(401), "error"),
     (raised(ValueError("hub data set broke off"), TimeoutError("read")), "network"),
     (ConnectionResetError("peer"), "network"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "oom"),
     (ValueError("batch"), "config"), (MemoryError(), "oom"), (FloatingPointError("nan"), "nonfinite"), (KeyError("x"), "error"),
 ])  # fmt: skip
 def test_cause(error: Exception, cause: str) -> None:

@@ -135,8 +135,8 @@ def test_ten_thousand_cells_and_two_hundred_workers(home: Path, record_property:
     costs = {}
     for num_cells in (1000, 10_000):
         (home / str(num_cells)).mkdir()
-        started = time.perf_counter()
+        started = time.process_time()  # not what others do to the machine meanwhile
         world = simulate(home / str(num_cells), num_cells, 200)
-        costs[num_cells] = (time.perf_counter() - started) / world.counts["events"] * 1e3
+        costs[num_cells] = (time.process_time() - started) / world.counts["events"] * 1e3
         record_property(f"milliseconds an event at {num_cells} cells", costs[num_cells])
     assert costs[10_000] < 2 * costs[1000] + 1

@@ -231,7 +231,7 @@ def test_processes_killed_at_work_lose_nothing_and_publish_nothing_twice(any_sto
 @pytest.mark.timeout(900)
 def test_eight_processes_two_thousand_cells_two_hundred_kills(home: Path) -> None:
     published = slaughter(
-        f"sqlite:///{home}/store.db", home, num_cells=2000, num_processes=8, num_kills=200, pause=0.1, limit=800
+        f"sqlite:///{home}/store.db", home, num_cells=2000, num_processes=8, num_kills=200, pause=0.3, limit=800
     )
     assert max(published.values()) == 1
     assert len(published) >= 2000 - 200, "only a worker killed between its commit and its note is missing here"

@@ -136,8 +136,9 @@ def test_long_values_are_kept_whole_beside_the_run(shared: Tracker) -> None:
 
 def test_orphans_end_killed_and_nothing_stays_running(shared: Tracker) -> None:
     parent = shared.start_sweep("ablation", "run-2")
-    dead, alive = (shared.start_cell(parent, cell) for cell in SWEEP.cells[1:3])
-    assert shared.end_orphans([alive]) == [dead]
+    dead, alive = (shared.start_cell(parent, cell, tags={"store": "mine"}) for cell in SWEEP.cells[1:3])
+    assert tracking.prepare("another", uri=shared.uri).end_orphans([], "theirs") == []
+    assert tracking.prepare("another", uri=shared.uri).end_orphans([alive], "mine") == [dead], "in whatever experiment"
     assert shared.client.get_run(dead).info.status == "KILLED"
     assert "died" in shared.client.get_run(dead).data.tags["reason"]
     shared.end(alive, "FAILED", "loss is nan")
