@@ -320,9 +320,13 @@ def latency(study: Study) -> Drawing:
         columns = sorted(found[metric], key=lambda c: c.spec.length or 0)
         for row in rows:
             line(axis, [(c.spec.length or 0, row.entries.get(c)) for c in columns], looks.of(row), looks.name(row))
-        axis.set(title=label, xlabel="tokens", xscale="log", yscale="log")
-        axis.set_xticks(at, [short(n) for n in at])
+        axis.set(title=label, xlabel="tokens", xscale="log")
+        axis.set_xticks(at, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in at])
         axis.xaxis.minorticks_off()
+        if spans_orders([row.entries[c].value or 0.0 for row in rows for c in columns if has(row, c)]):
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
         axis.yaxis.set_major_formatter(short)
     legend(figure, *axes)
     sources = dict.fromkeys(c.source for c in found["tokens_per_s"])
