@@ -138,4 +138,6 @@ class Blobs:
                 filesystem.rm(f"{path}/{name}", recursive=True)
 
     def _remote(self) -> tuple[Any, str]:
-        return fsspec.core.url_to_fs(self.url)
+        filesystem, path = fsspec.core.url_to_fs(self.url)
+        filesystem.invalidate_cache()  # of its listings: other machines write there, too
+        return filesystem, path
