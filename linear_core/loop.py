@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 TRAINER_VERSION = 1  # raised when the same settings would give other parameters
 PARAMETERS = "new_parameters.safetensors"
+SHARES = (0.25, 0.5, 1.0)  # of the layers whose activations are recomputed, one after another, when memory runs out
 STEPS_IN_FLIGHT = {"cuda": 10}  # steps that run before the host reads their losses; elsewhere 1
 
 Progress = Callable[[dict[str, Any]], None]
@@ -42,12 +43,12 @@ class Memory:
         self,
         models: Sequence[Any],
         micro_batch: int,
-        checkpointing: bool = False,
+        recomputed: float = 0.0,
         may_shrink: bool = True,
         on_shrink: Callable[[], None] = lambda: None,
     ) -> None:
         self.models, self.micro_batch, self.may_shrink = models, micro_batch, may_shrink
-        self.checkpoint_activations(checkpointing)
+        self.checkpoint_activations(recomputed)
         self.on_shrink = on_shrink  # frees what was built for the larger plan
 
     def fit(self, work: Callable[[int], T]) -> T:
@@ -63,26 +64,27 @@ class Memory:
                 torch.cuda.empty_cache()
 
     def _shrink(self) -> bool:
-        """Half the rows of a forward; at one row, activation checkpointing. False when that is on already, and where
-        ranks with sharded weights must make the same passes."""
+        """Half the rows of a forward; at one row, recomputed activations in more and more layers. False when that is so in
+        all already, and where ranks with sharded weights must make the same passes."""
         if not self.may_shrink:
             return False
         if self.micro_batch > 1:
             self.micro_batch = math.ceil(self.micro_batch / 2)
-        elif not self.checkpointing:
-            self.checkpoint_activations(True)
+        elif more := [share for share in SHARES if share > self.recomputed]:
+            self.checkpoint_activations(more[0])
         else:
             return False
         logger.warning(
-            "out of memory: now %d rows a forward, activation checkpointing %s", self.micro_batch, self.checkpointing
-        )
+            "out of memory: now %d rows a forward, activations of %.0f %% of the layers recomputed",
+            self.micro_batch, 100 * self.recomputed,
+        )  # fmt: skip
         return True
 
-    def checkpoint_activations(self, on: bool) -> None:
-        """Of all models, a layer at a time."""
-        self.checkpointing = on
+    def checkpoint_activations(self, share: float) -> None:
+        """In this share of the layers of all models."""
+        self.recomputed = float(share)
         for model in self.models:
-            checkpoint_activations(model, on)
+            checkpoint_activations(model, share)
 
 
 class Cell:
@@ -119,7 +121,7 @@ class Run:
         seed: int,
         *,
         micro_batch: int,
-        checkpointing: bool,
+        recomputed: float,
         checkpoint_seconds: float,
         on_progress: Progress,
         should_stop: Callable[[], bool],
@@ -130,7 +132,7 @@ class Run:
         self.sharded = is_sharded(models[0])
         self.fast_step = FastStep(self.ranks)
         self.memory = Memory(
-            models, micro_batch, checkpointing, may_shrink=not self.sharded, on_shrink=self.fast_step.reset
+            models, micro_batch, recomputed, may_shrink=not self.sharded, on_shrink=self.fast_step.reset
         )
         self.device = next(models[0].parameters()).device
         identity = {
@@ -320,7 +322,7 @@ class Run:
             seconds_to_first_step=self.seconds_to_first_step,
             micro_batch=self.memory.micro_batch,
             accumulation=math.ceil(self.settings.batch_size / self.ranks.size / self.memory.micro_batch),
-            activation_checkpointing=self.memory.checkpointing,
+            activation_checkpointing=self.memory.recomputed,
             peak_memory=max(
                 self.ranks.gather(lambda: torch.cuda.max_memory_allocated(self.device) if on_gpu else resident)
             ),

@@ -42,7 +42,8 @@ class TrainResult:
     """How a run ended.
 
     seconds: over all its sittings; tokens_per_second and seconds_to_first_step: of the last one. loss: of the last step,
-    None when there was nothing to train. micro_batch × accumulation: what it ended with. peak_memory: bytes, allocated
+    None when there was nothing to train. micro_batch × accumulation: what it ended with; activation_checkpointing: the share of
+    the layers whose activations were recomputed. peak_memory: bytes, allocated
     on the GPU or resident in the process, of the rank that took most. resumed_from: steps done before the last sitting,
     None for a fresh start. ranks: processes that trained together; sharded: whether the frozen weights were spread over
     them. micro_batch × accumulation × ranks is the batch size or a little more.
@@ -56,7 +57,7 @@ class TrainResult:
     seconds_to_first_step: float
     micro_batch: int
     accumulation: int
-    activation_checkpointing: bool
+    activation_checkpointing: float
     peak_memory: int
     resumed_from: int | None = None
     ranks: int = 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -66,10 +67,17 @@ class LayerCall:
         return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
 
 
-def checkpoint_activations(model: Any, on: bool = True) -> None:
-    """Of every decoder layer of a plain or linearized model. Costs a forward pass a step and changes no number."""
-    for layer in model.model.layers:
-        LayerCall.of(layer).set(recompute=on)
+def checkpoint_activations(model: Any, share: float = 1.0) -> None:
+    """Of so large a share of the decoder layers, spread evenly, of a plain or linearized model; 0 for none.
+
+    Costs their forward pass once more a step and changes no number. Raises ValueError for a share outside 0 … 1.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"checkpoint_activations is the share of the layers to recompute, 0 … 1, not {share!r}")
+    layers = model.model.layers
+    number = math.ceil(share * len(layers))
+    for i, layer in enumerate(layers):
+        LayerCall.of(layer).set(recompute=(i + 1) * number // len(layers) > i * number // len(layers))
 
 
 @contextmanager

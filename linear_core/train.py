@@ -40,16 +40,17 @@ def train(
     folder: str | Path,
     seed: int,
     micro_batch: int | None = None,
-    checkpoint_activations: bool = False,
+    checkpoint_activations: float = 0.0,
     checkpoint_minutes: float = 5.0,
     on_progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> TrainResult:
     """Train a linearized model's new parameters in place, going on from the last complete checkpoint in ``folder``.
 
-    micro_batch: rows in one forward, a rank's share of the batch unless given; halved when memory runs out. checkpoint_activations:
-    from the start, not only once a single row does not fit without. on_progress: gets each row of the curve with
-    ``stage``, ``done``, ``total`` and ``unit``. should_stop: asked before every micro-batch.
+    micro_batch: rows in one forward, a rank's share of the batch unless given; halved when memory runs out.
+    checkpoint_activations: share of the layers whose activations are recomputed in the backward pass, from the start; more
+    when a single row does not fit. on_progress: gets each row of the curve with ``stage``, ``done``, ``total`` and
+    ``unit``. should_stop: asked before every micro-batch.
     Raises ValueError when the folder's checkpoint is of another run (naming what drifted) or the data too short,
     NonFiniteError, Interrupted, and torch.OutOfMemoryError when not even one row with activation checkpointing fits.
     """
@@ -70,7 +71,7 @@ def train_cells(
     folders: Sequence[str | Path],
     seed: int,
     micro_batch: int | None = None,
-    checkpoint_activations: bool = False,
+    checkpoint_activations: float = 0.0,
     checkpoint_minutes: float = 5.0,
     on_progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -95,7 +96,7 @@ def train_cells(
         torch.manual_seed(seed)
         run = Run(
             [models[i] for i in chosen], settings, data, [Path(folders[i]) for i in chosen], seed,
-            micro_batch=min(micro_batch or share, share), checkpointing=checkpoint_activations,
+            micro_batch=min(micro_batch or share, share), recomputed=checkpoint_activations,
             checkpoint_seconds=60 * checkpoint_minutes, on_progress=on_progress or (lambda _row: None),
             should_stop=lambda: told.is_set() or (should_stop is not None and should_stop()),
         )  # fmt: skip
@@ -103,7 +104,7 @@ def train_cells(
             for i, result in zip(chosen, run.run()):
                 results[i] = result
         finally:
-            run.memory.checkpoint_activations(False)
+            run.memory.checkpoint_activations(0)
     return results
 
 
@@ -127,7 +128,7 @@ def _nothing_to_train(model: Any, folder: Path, ranks: Ranks) -> TrainResult:
         save_new_parameters(model, folder / PARAMETERS)
     return TrainResult(
         steps=0, tokens_seen=0, loss=None, seconds=0.0, tokens_per_second=0.0, seconds_to_first_step=0.0,
-        micro_batch=0, accumulation=0, activation_checkpointing=False, peak_memory=0,
+        micro_batch=0, accumulation=0, activation_checkpointing=0.0, peak_memory=0,
     )  # fmt: skip
 
 
@@ -155,7 +156,7 @@ def train_command(
     seed: int = 1,
     device: str = "",
     micro_batch: int | None = None,
-    checkpoint_activations: bool = False,
+    checkpoint_activations: float = 0.0,
     shard_weights: bool = False,
     checkpoint_minutes: float = 5.0,
     on_progress: Progress | None = None,

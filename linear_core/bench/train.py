@@ -11,8 +11,9 @@ backward pass of its activations; several recipes are trained together as ``line
 their tokens are counted per cell.
 The limit is the ceiling over 4 FLOP per multiplied parameter (forward and activation backward; the embedding is
 only looked up): attention itself and elementwise work are not in it, nor is what ``--checkpoint-activations`` computes
-again. A model that leaves no room for its activations needs that (32B at 4k tokens on 141 GB, 8B at 32k); both
-sides of the comparison then have it. A row that does not fit says so, and the others are measured all the same.
+again. A model that leaves no room for its activations needs that (32B at 4k tokens on 141 GB, 8B at 32k); both sides of
+the comparison then have it, in all layers or in a share of them. A row that does not fit says so, and the others are
+measured all the same.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ def run(
     objective: str = "ce",
     steps: int = 10,
     ceiling_size: int = 8192,
-    recompute: bool = False,
+    recompute: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
     """One row each: full attention at every length, then the recipes at every length.
 
-    recompute: every layer's activations are made again in the backward pass, on both sides. Rows: what, sequence_length,
+    recompute: the share of the layers whose activations are made again in the backward pass, on both sides. Rows: what, sequence_length,
     ms_per_step (median), tokens_per_second, of_limit (share of the limit by the ceiling), times_full (ratio to full
     attention's tokens per second), peak_gib (CUDA), seconds_to_first_step (with compiling). One that does
     not fit in memory has a note and no numbers.
@@ -72,7 +73,7 @@ def run(
     yield {"what": f"limit by {ceiling / 1e12:.2f} TFLOP/s", "tokens_per_second": limit, "of_limit": 1.0}
     model = build(shape, device=device, dtype=dtype)
     yield {"what": "the frozen weights", "peak_gib": sum(p.nbytes for p in model.parameters()) / GIB}
-    how = ", recomputed" if recompute else ""
+    how = f", {recompute:.0%} recomputed" if recompute else ""
     full: dict[int, float] = {}
     checkpoint_activations(model, recompute)
     for length in lengths:
@@ -87,7 +88,7 @@ def run(
             full[length] = rate
             row |= {"of_limit": rate / limit, "times_full": 1.0}
         yield row
-    checkpoint_activations(model, False)
+    checkpoint_activations(model, 0)
     settings = TrainSettings(tokens=10**9, sequence_length=lengths[0])
     models = [convert(m, recipe) for m, recipe in zip([model, *twins(model, len(recipes) - 1)], recipes)]
     trainees = [Trainee(m, NewParameterOptimizer(new_parameters(m), settings, 1e-4)) for m in models]
@@ -176,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--objective", default="ce", choices=OBJECTIVES)
     parser.add_argument("--steps", type=int, default=10, help="timed steps; the median counts")
     parser.add_argument(
-        "--checkpoint-activations", action="store_true", help="make them again in the backward pass, on both sides"
+        "--checkpoint-activations", type=float, nargs="?", const=1.0, default=0.0, metavar="SHARE",
+        help="make them again in the backward pass, on both sides, in all layers or a share of them such as 0.25",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a dry run: a tiny shape, 128 tokens, three steps")

@@ -176,7 +176,7 @@ def train(
     data: str = typer.Option("auto", help="training text: auto, local:PATH, hub:NAME, self"),
     seed: int = typer.Option(1, help="of start values and the order of the text"),
     micro_batch: int = typer.Option(None, help="sequences in one forward; default: the whole batch"),
-    checkpoint_activations: bool = typer.Option(False, help="less memory, a quarter to a third slower; else only when needed"),
+    checkpoint_activations: float = typer.Option(0.0, help="share of the layers to recompute from the start; else when needed"),
     shard_weights: bool = typer.Option(False, help="under torchrun: spread the frozen weights over the ranks"),
     isolate_documents: bool = typer.Option(False, help="packed documents do not see each other"),
     checkpoint_minutes: float = typer.Option(5.0, help="between checkpoints; there is one at the end anyhow"),
