@@ -171,6 +171,7 @@ def links(experiment_id: str, sweep_id: str, runs: Sequence[str]) -> str:
     """A line of Markdown for a run's note: the cells as table, as charts, and all of them compared."""
     view = f"#/experiments/{experiment_id}/runs?{MENUS}&viewStateShareKey={quote(sweep_id)}"
     some = list(runs)[:MAX_COMPARED]
-    compared = f"#/compare-runs?{MENUS}&runs={quote(json.dumps(some))}&experiments={quote(json.dumps([experiment_id]))}"
+    # the page wants ``runs`` first
+    compared = f"#/compare-runs?runs={quote(json.dumps(some))}&experiments={quote(json.dumps([experiment_id]))}&{MENUS}"
     found = [f"[cells]({view})", f"[charts]({view}&compareRunsMode=CHART)"]
     return " · ".join([*found, f"[compare {len(some)} cells]({compared})"] if len(some) > 1 else found)

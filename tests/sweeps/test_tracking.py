@@ -103,6 +103,7 @@ def test_a_sweep_is_shown_without_set_up(shared: Tracker) -> None:
     run = shared.client.get_run(parent)
     assert run.data.params["recipes"] == "gla 56+8, gla 64+0, gdn 56+8, gdn 64+0" and run.data.params["cells"] == "5"
     assert run.data.tags["mlflow.note.content"].endswith("the table") and other in run.data.tags["mlflow.note.content"]
+    assert "(#/compare-runs?runs=%5B%22" in run.data.tags["mlflow.note.content"], "MLflow's page wants runs first"
     tags = shared.client.get_experiment(shared.experiment_id).tags
     state = json.loads(json.loads(tags["mlflow.sharedViewState.shown-1"])["state"])
     assert state["compareRunCharts"][0]["selectedParams"] == ["mechanism", "budget"]
