@@ -26,9 +26,21 @@ def options(verbose: bool = typer.Option(False, "--verbose", "-v", help="say mor
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
 
 
+NOISY = ("torchao", "torch.utils._pytree")  # warn when they are imported of what is no matter here
+
+
+def _quieten() -> None:
+    """Nothing on standard error but what a command says: no warnings of an import, no bars in a file."""
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
 def main() -> None:
     """Entry point. Exit status 0 done, 1 refused or failed, 2 wrong input; one line on standard error, no traceback
     (GOLINEAR_TRACEBACK=1 shows it)."""
+    _quieten()
     try:
         app()
     except (ValueError, Refused, RuntimeError, OSError, KeyError) as error:
