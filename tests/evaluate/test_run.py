@@ -1,5 +1,6 @@
 """Whole tasks: lm-eval's own numbers, data in place, samples, flags, and what a score says about itself."""
 
+import copy
 import random
 
 import numpy as np
@@ -148,3 +149,13 @@ def measured(values, predictions=()):
 )
 def test_doubtful_results_are_flagged(task, result, expected):
     assert flags(TASKS[task], result) == expected
+
+
+@pytest.mark.parametrize("recipe", ["gdn 4+2", "gdn 4+2 list:0", ""])
+def test_speed_is_measured_of_a_model_as_it_stands(tiny, tokenizer, recipe):
+    """Full attention's cache grows with the length, a linearized one's does not, and kept layers are in between."""
+    model = convert(copy.deepcopy(tiny), Recipe.parse(recipe)) if recipe else tiny
+    short, long = (evaluate_task(model, tokenizer, TaskSpec(name="latency", length=n)) for n in (16, 48))
+    assert [s.metric for s in short] == list(TASKS["latency"].metrics) and all(s.value > 0 for s in (*short, *long))
+    growth = long[2].value / short[2].value
+    assert growth == pytest.approx(1) if recipe == "gdn 4+2" else 1 < growth <= 3

@@ -25,6 +25,9 @@ from linear_core.evaluate.tasks import GROUPS, TASKS, sample_items
         ({"name": "vt", "length": 512}, "from length 1024 on"),
         ({"name": "perplexity", "limit": 1}, "at least 2"),
         ({"name": "agreement", "shots": 5}, "has no shots"),
+        ({"name": "diagnostics", "length": 4096}, "at most 2048"),
+        ({"name": "latency"}, "write latency@2048"),
+        ({"name": "latency", "length": 64, "limit": 3}, "and nothing else"),
     ],
 )
 def test_a_task_that_cannot_run_is_refused_with_what_is_allowed(fields, said):
