@@ -31,6 +31,7 @@ from torch import Tensor
 
 from linear_core.bench.report import show
 from linear_core.kernels import gated_delta_rule, gated_linear_attention, low_rank_delta_rule
+from linear_core.kernels.tuned import tune_what_does_not_fit
 
 logger = logging.getLogger(__name__)
 Todo = list[tuple["Case", torch.dtype]]
@@ -187,7 +188,8 @@ def first_configuration() -> Iterator[None]:
     """Within it Triton takes, of each kernel, the smallest configuration that fits the card instead of timing all:
     minutes less, same results. Nothing of this reaches the autotuner's files."""
     from triton.runtime.autotuner import Autotuner
-    from triton.runtime.errors import OutOfResources
+
+    tune_what_does_not_fit()
 
     def bench(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
         if config is self.smallest_first[0]:
@@ -202,13 +204,6 @@ def first_configuration() -> Iterator[None]:
         self.smallest_first = sorted(kept["prune_configs"](self, kwargs), key=_size)
         return self.smallest_first
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return kept["run"](self, *args, **kwargs)
-        except OutOfResources:  # a configuration from a file, tuned for other sizes
-            self.cache.clear()
-            return kept["run"](self, *args, **kwargs)
-
     def once(call: Any, quantiles: Any) -> list[float]:
         call()
         return [0.0] * 3
@@ -216,7 +211,6 @@ def first_configuration() -> Iterator[None]:
     changes = {
         "_bench": bench,
         "prune_configs": prune,
-        "run": run,
         "do_bench": property(lambda self: once),
         "check_disk_cache": lambda self, key, configs, bench: bench(),
     }

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections import defaultdict
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +33,29 @@ def use_tuned_kernels() -> Path | None:
         return None
     os.environ.setdefault("FLA_CONFIG_DIR", str(folder))
     os.environ.setdefault("FLA_CACHE_MODE", "fuzzy")  # sizes may differ, types not: others are autotuned
+    tune_what_does_not_fit()
     return Path(os.environ["FLA_CONFIG_DIR"])
+
+
+@cache
+def tune_what_does_not_fit() -> None:
+    """A configuration that was tuned for other sizes may want more shared memory than there is (float32 at D = 128 by a
+    file made at D = 64): such a kernel is then autotuned, instead of ending the run. For this process, once."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.errors import OutOfResources
+
+    run = Autotuner.run
+
+    @wraps(run)
+    def fitting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(self, *args, **kwargs)
+        except OutOfResources:
+            for key in [key for key, config in self.cache.items() if config is self.best_config]:
+                del self.cache[key]
+            return run(self, *args, **kwargs)
+
+    setattr(Autotuner, "run", fitting)  # noqa: B010 - a type checker minds the assignment
 
 
 @cache
