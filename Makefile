@@ -47,12 +47,8 @@ test: $(STAMP)  ## the test suite
 test-faults: $(STAMP)  ## faults injected into real small sweeps
 	@python -m pytest -m faults tests/sweeps tests/integration
 
-docs: $(VENV)/.docs  ## the documentation as a site in site/
-	@mkdocs build -q && echo "site/index.html; with search: python -m http.server -d site"
-
-$(VENV)/.docs: $(STAMP)
-	@$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
-	@touch $@
+docs: $(STAMP)  ## the documentation as a site in site/
+	@mkdocs build && echo "site/index.html; with search: python -m http.server -d site"
 
 lint: $(STAMP)  ## ruff, mypy, and a look at known vulnerabilities (which does not fail here)
 	@ruff check . && mypy
@@ -67,7 +63,7 @@ bench: $(STAMP)  ## speed of the mechanisms on this machine
 bench-gpu: $(STAMP)  ## every GPU measurement of results/, into bench-gpu/
 	@bash scripts/bench_gpu.sh bench-gpu
 
-constraints: $(VENV)/.docs  ## write constraints.txt anew from what is installed
+constraints: $(STAMP)  ## write constraints.txt anew from what is installed
 	@{ sed -n '/^#/p' constraints.txt; pip freeze --exclude-editable | grep -viE '^(torch|triton|nvidia[a-z0-9-]*)==|@ '; } > $(VENV)/constraints.txt
 	@mv $(VENV)/constraints.txt constraints.txt
 

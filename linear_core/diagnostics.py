@@ -115,7 +115,7 @@ class Diagnostics:
         return tuple(sorted(self.layers[i] for i in order[: share_of_layers(share, len(self.layers))]))
 
     def map(self) -> dict[str, Any]:
-        """layers [N], positions [P] as (first token, token after the last) in growing bins, nmse [N][P], and by layer
+        """layers [N], positions [P] as (first token, token after the last) in growing bins, nmse [N, P], and by layer
         concentration, residual and hardness: what a heat map and a table need, small enough to keep with a score."""
         assert self.position_nmse is not None
         length = len(self.position_nmse[0])

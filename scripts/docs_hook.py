@@ -1,7 +1,8 @@
-"""Fills in what the code knows when the site is built: commands, grids, measured results, pages about clusters."""
+"""Fills in what the code knows when the site is built: commands, grids, measured results."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def on_config(config: Any) -> Any:
-    """Pages that are there go into the navigation: docs/cluster*.md under Run, results/*.md at the end."""
-    sections = {name: pages for entry in config.nav for name, pages in entry.items()}
-    sections["Run"][1:1] = [page.name for page in sorted((ROOT / "docs").glob("cluster*.md"))]
+    """The navigation ends with what is under results/."""
     config.nav.append({"Results": [f"results/{page.name}" for page in _results()]})
     return config
 
@@ -59,4 +58,6 @@ def _commands() -> str:
 
     command = get_command(app)
     written = get_docs_for_click(obj=command, ctx=typer.Context(command), name="golinear")
-    return written.partition("\n")[2]  # the page has its own heading
+    lines = written.splitlines()[1:]  # the page has its own heading
+    # name[@length][:limit] is no link; lines with a dollar are code
+    return "\n".join(line if line.startswith("$") else re.sub(r"\](\s?)\[", r"]\1\[", line) for line in lines)

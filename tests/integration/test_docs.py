@@ -11,6 +11,7 @@ import inspect
 import itertools
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -244,3 +245,13 @@ def test_pages_link_to_what_is_there() -> None:
         for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", path.read_text()):
             made_by_the_site = target.startswith(("../results/", "results/"))
             assert made_by_the_site or (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Links between pages, cross-references of docstrings, and what the hook fills in."""
+    pytest.importorskip("mkdocs", reason="no mkdocs here (pip install golinear[docs])")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    commands = (tmp_path / "site" / "reference" / "commands.html").read_text()
+    assert "golinear export" in commands and "<!-- commands -->" not in commands
