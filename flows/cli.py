@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any
 
 import typer
@@ -16,9 +17,18 @@ __all__ = ["main"]
 
 
 def _orchestration(arguments: list[str]) -> int:
-    from flows.overhead import main as measure
+    """In a home of its own; what Prefect reads from the environment is there before it is imported."""
+    from sweeps import services
 
-    return measure(arguments)
+    server = services.urls().get("prefect", "")
+    with tempfile.TemporaryDirectory(prefix="golinear-overhead-", ignore_cleanup_errors=True) as home:
+        os.environ["GOLINEAR_HOME"] = home
+        for name in ("GOLINEAR_DATABASE_URL", "GOLINEAR_BLOBS", "MLFLOW_TRACKING_URI"):
+            os.environ.pop(name, None)
+        os.environ.update(services.environment(server))
+        from flows.overhead import main as measure
+
+        return measure(arguments)
 
 
 MORE_BENCHES["orchestration"] = _orchestration
