@@ -10,7 +10,7 @@ from linear_core.models import REGISTRY, BaseModel
 from linear_core.recipe import Recipe
 
 MIB = 2**20
-LENGTHS = (1024, 4096, 32768, 131072)
+LENGTHS = (1024, 4096, 8192, 32768, 131072)  # as far as the base model's positions go
 MERGES = {
     "sum": "the two reads are added", "shared": "one normaliser over both",
     "mass": "weighed by the share of softmax mass outside the window",
@@ -50,7 +50,7 @@ def model_card(
     parts = [
         _metadata(base), f"# {base.name}, linearized: {recipe.name}", intro, "## Use", _usage(base, delta),
         "## Recipe", _table(("", ""), _recipe_rows(recipe).items()),
-        "## Cache and speed", _cache(facts), speed or "Speed was not measured with this export: "
+        "## Cache and speed", _cache(facts, base.shape.max_positions), speed or "Speed was not measured with this export: "
         "`golinear bench decode` measures it against full attention on your machine.",
         "## Training", _table(("", ""), training.items()) if training else "None: the new parameters have their start values.",
         "## Scores", scores or "Not measured. `golinear evaluate` scores this folder.",
@@ -115,11 +115,11 @@ def _recipe_rows(recipe: Recipe) -> dict[str, Any]:
     return rows | {name.replace("_", " "): getattr(recipe, name) for name in changed}
 
 
-def _cache(facts: Mapping[str, Any]) -> str:
+def _cache(facts: Mapping[str, Any], positions: int) -> str:
     rows = [
         (f"{row['length']:,}", f"{row['cache_bytes'] / MIB:,.1f} MiB", f"{row['full_attention_bytes'] / MIB:,.1f} MiB")
         for row in facts["by_length"]
-        if row["length"] in LENGTHS
+        if row["length"] in LENGTHS and row["length"] <= positions
     ]
     table = _table(("tokens so far", "cache of one sequence", "full attention"), rows)
     return f"{table}\n\nFull attention's cache is smaller up to {facts['break_even_tokens']:,} tokens."

@@ -12,7 +12,8 @@ part() {
 }
 watch_run() {
   # the run's own lines come from the worker; what Prefect's command prints is kept in a file
-  tail -n 0 -F .golinear/logs/worker.log 2>/dev/null | sed -u -n "s/^\([0-9:]*\)\.[0-9]* | [A-Z]* *| \(Flow\|Task\) run '[^']*' - /\1  /p" &
+  tail -n 0 -F .golinear/logs/worker.log 2>/dev/null | sed -u -n "s/^\([0-9:]*\)\.[0-9]* | [A-Z]* *| \(Flow\|Task\) run '[^']*' - /\1  /p" \
+    | grep --line-buffered -vE '  (Finished in state Completed\(\)$|Executing deployment|Deployment step|All deployment steps|Running 1 deployment|Running hook|Hook |Beginning flow run)' &
   local tail_pid=$!
   echo "+ prefect deployment run sweep/ablation --watch -p recipes='gla 56+8,gdn 64+0,gdn 56+8'"
   local status=0

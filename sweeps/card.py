@@ -12,6 +12,7 @@ from sweeps.store import Store
 from sweeps.tables import HIGHER, PER_CENT
 from sweeps.views import signed
 
+TEXTS = {"self": "samples that the base model wrote", "local": "files of text", "hub": "a data set of the hub"}
 SPEED = "latency"  # the task whose scores are speeds and bytes
 
 
@@ -43,11 +44,11 @@ def training_rows(cell: Cell, found: dict[str, Any]) -> dict[str, str]:
         return {}
     result = found.get("training", {})
     rows = {
-        "tokens": f"{train.tokens:,} ({train.sequence_length:,} a sequence, {train.batch_size} sequences a step)",
+        "tokens": f"{train.tokens:,} ({train.sequence_length:,} a sequence, {train.batch_size} a step)",
         "objective": train.objective,
         "optimiser": f"AdamW, peak learning rate {train.peak_learning_rate(cell.recipe.adaptation):g}, "
         f"{train.warmup_steps} steps of warm-up, cosine to {train.final_learning_rate:g}",
-        "text": f"`{cell.data}`",
+        "text": f"{TEXTS.get(cell.data.partition('-')[0], 'text')} (`{cell.data}`)",
         "seed": str(cell.seed),
     }
     if result.get("loss") is not None:
