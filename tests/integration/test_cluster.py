@@ -151,6 +151,25 @@ def test_a_driver_elsewhere_uses_the_cluster_and_leaves_it_running(cluster, worl
     assert cluster.ray.head.poll() is None and cluster.ray.other.poll() is None
 
 
+def test_a_cancelled_run_stops_its_job_which_saves_first(cluster, world):
+    from prefect.deployments import run_deployment
+    from prefect.states import Cancelling
+
+    def attempts() -> list[Any]:
+        known = cluster.store.read(sa.select(schema.attempts).order_by(schema.attempts.c.id))
+        return [row for row in known if "-s6-" in row.key]
+
+    long = asked(world, "cancelled", recipes="gdn 4+2", seeds=6, tokens=2_000_000, checkpoint_minutes=0.02)
+    run = run_deployment("sweep/cluster", parameters=long, timeout=0)
+    until(lambda: any(row.tokens for row in attempts()), 200)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(run.id, Cancelling())
+        until(lambda: client.read_flow_run(run.id).state.is_cancelled(), 120)
+    until(lambda: ask(cluster, f"/api/jobs/prefect-{run.id}")["status"] in ("STOPPED", "FAILED"), 90)
+    (attempt,) = attempts()
+    assert (attempt.state, attempt.cause) == ("failed", "preempted") and attempt.tokens
+
+
 def test_what_fails_there_tells_why_and_no_secret(cluster, world):
     from prefect.deployments import run_deployment
 
