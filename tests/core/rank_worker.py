@@ -1,6 +1,7 @@
 """What tests.core.test_ranks runs in one process and in two ranks: ``python -m tests.core.rank_worker RANK SIZE PORT FOLDER``."""
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def run(folder, settings=UNEVEN, sharded=False, **options):
     if sharded:
         ranks.shard(base, "cpu")
     model = convert(base, Recipe.parse(RECIPE), seed=3)
-    result = train(model, settings, running.tokens(folder.parent), folder=folder, seed=1, **options)
+    texts = running.tokens(folder.parent / f"texts of {os.getpid()}")  # each process writes its own files
+    result = train(model, settings, texts, folder=folder, seed=1, **options)
     parameters = {name: p.detach().clone() for name, p in new_parameters(model).items()}
     with torch.no_grad():
         logits = model(input_ids=tiny.tokens(20)).logits

@@ -27,7 +27,7 @@ def world(tmp_path_factory):
     try:
         one = rank_worker.straight(folder / "one")
         even = rank_worker.run(folder / "even", rank_worker.EVEN)
-        assert [process.wait(120) for process in started] == [0, 0]
+        assert [process.wait(250) for process in started] == [0, 0]
     finally:
         for process in started:
             process.kill()
