@@ -142,7 +142,7 @@ def photograph(page: Browser, mlflow: str, prefect: str, out: Path) -> None:
                 flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run.id]), key=ArtifactFilterKey(any_=["table"])
             )
         )[0]
-    page.open(f"{prefect}/runs/flow-run/{flow_run.id}", "gdn 6+2 conv", height=1000)
+    page.open(f"{prefect}/runs/flow-run/{flow_run.id}", "Parameters", height=1000)
     page.picture(out / "prefect-run.png", settle=6)
     page.open(f"{prefect}/artifacts/artifact/{table.id}", "tiny", height=1000)
     page.picture(out / "prefect-table.png")

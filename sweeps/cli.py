@@ -29,8 +29,10 @@ def options(verbose: bool = typer.Option(False, "--verbose", "-v", help="say mor
 NOISY = ("torchao", "torch.utils._pytree")  # warn when they are imported of what is no matter here
 
 
-def _quieten() -> None:
-    """Nothing on standard error but what a command says: no warnings of an import, no bars in a file."""
+def _prepare() -> None:
+    """Nothing on standard error but what a command says: no warnings of an import, no bars in a file. Threads that wait
+    sleep: spinning ones made a CPU that others use too 30 times slower."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
@@ -40,7 +42,7 @@ def _quieten() -> None:
 def main() -> None:
     """Entry point. Exit status 0 done, 1 refused or failed, 2 wrong input; one line on standard error, no traceback
     (GOLINEAR_TRACEBACK=1 shows it)."""
-    _quieten()
+    _prepare()
     try:
         app()
     except (ValueError, Refused, RuntimeError, OSError, KeyError) as error:
