@@ -24,10 +24,11 @@ class Progress:
     """Called with what a worker's ``progress()`` gave. A line comes at most every 10 s: a log file stays readable."""
 
     def __init__(self, label: str, say: Say, tracker: Forgiving, store: Store, claim: Claim, run_id: str,
-                 divergence: Divergence | None = None):  # fmt: skip
+                 divergence: Divergence | None = None, *, machine: bool = True):  # fmt: skip
         self.label, self.say = label, say
         self.tracker, self.store, self.claim, self.run_id = tracker, store, claim, run_id
         self.divergence = divergence
+        self.machine = machine  # whether its load goes to MLflow
         self._line_at = time.monotonic()
         self._checkpoint = self._samples = 0
         self._curve_from = 0  # tokens seen at the first row that this attempt logged
@@ -38,7 +39,7 @@ class Progress:
             self.tracker.log_curve(self.run_id, rows)
             if self.divergence:
                 self.divergence.see(rows)
-        if system := said.get("system"):
+        if self.machine and (system := said.get("system")):
             self._samples += 1
             self.tracker.log_system(self.run_id, system, step=self._samples)
         if (saved := said.get("checkpoint_tokens") or 0) > self._checkpoint:

@@ -282,7 +282,10 @@ class Runner:
         """Convert, train and evaluate as the plan says. Returns tasks that failed, with reasons; None when stopped."""
         cell = item.cell
         divergence = Divergence(self.prune) if self.prune else None
-        progress = Progress(cell.label, self.say, self.tracker, self.store, claim, run_id, divergence)
+        # MLflow compares runs first by a metric that all have: without the base model's load that is a score
+        progress = Progress(
+            cell.label, self.say, self.tracker, self.store, claim, run_id, divergence, machine=not cell.is_base
+        )
         halt = _Any(self.stop.is_set, lost.is_set, self.cancelled, _NowAndThen(lambda: not self.store.holds(claim)))
         diverged = _Any(halt.is_set, lambda: bool(progress.diverged))
 
