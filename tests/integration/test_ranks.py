@@ -13,8 +13,6 @@ from threading import Event
 from typing import Any
 
 import pytest
-import ray
-from ray.util.placement_group import placement_group_table
 
 from flows.slots import Slot, StageFailed
 from linear_core.evaluate.scores import TaskSpec
@@ -35,6 +33,8 @@ def the_cell(asked: dict[str, Any]) -> Any:
 
 
 def places_left() -> list[str]:
+    from ray.util.placement_group import placement_group_table  # Ray reads the environment when it is imported
+
     return [group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
 
 
@@ -92,6 +92,8 @@ def test_a_killed_rank_ends_its_group_and_is_named(world):
             slot.call("train", cell, claim, None, on_progress=kill)
         assert time.monotonic() - killed_at[0] < 60 and failed.value.cause == "crash"
         wait_until(lambda: not places_left() and not any(map(alive, pids)))
+        import ray
+
         assert ray.available_resources().get("GPU") == 2
     finally:
         slot.close()
