@@ -136,6 +136,8 @@ def environment(prefect_url: str = "") -> dict[str, str]:
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "PREFECT_HOME": str(home() / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # its page asks the server that it came from: Prefect's default is port 4200, where another checkout's may be
+        "PREFECT_UI_API_URL": "/api",
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         # golinear run's own server needs more than Prefect's 20 s on a busy machine

@@ -20,6 +20,8 @@ def test_up_again_reuses_what_lives(services_up):
     assert {name: service.pid for name, service in again.items()} == {name: s.pid for name, s in services_up.items()}
     assert httpx.get(f"{services_up['mlflow'].url}/health").status_code == 200
     assert "127.0.0.1" in Path("prefect.toml").read_text()
+    settings = httpx.get(f"{services_up['prefect'].url}/ui-settings").json()
+    assert settings["api_url"] == "/api", "Prefect's page asks its own server, whatever port that has"
 
 
 def test_a_plain_prefect_command_runs_the_deployment(services_up, world):
