@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from prefect import flow
-from ray import cloudpickle
 
-from flows import workers
-from flows.overhead import TRAIN, Noop, NoopWorker, run_sweep, sweep_of
 from sweeps import queries, schema
 from sweeps.store import Store
 from sweeps.tracking import prepare
@@ -37,33 +33,21 @@ def test_numbers_that_are_not_finite_stop_their_cell_for_good(world):
     assert {entry.info.status for entry in runs("nonfinite")["gdn"]} == {"FAILED"}
 
 
-class OutOfMemory(Noop):
-    """A card with room for one sequence."""
-
-    def train(self, cell: Any, folder: Any, bench: Any, placement: Any, **more: Any) -> Any:
-        import torch
-
-        if placement.micro_batch > 1:
-            raise torch.OutOfMemoryError(f"CUDA out of memory with {placement.micro_batch} sequences")
-        return super().train(cell, folder, bench, placement, **more)
-
-
-class SmallCard(NoopWorker):
-    def __init__(self, store: Any, placement: Any):
-        super().__init__(store, placement)
-        workers.stages = OutOfMemory()
-
-
 def test_out_of_memory_halves_the_micro_batch_each_time(world):
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    from ray import cloudpickle  # Ray is not imported before its settings are made
+
+    from flows.overhead import TRAIN, run_sweep, sweep_of
+    from tests.integration import small_card
+
+    cloudpickle.register_pickle_by_value(small_card)
 
     @flow
-    def small_card() -> Any:
-        return run_sweep(dataclasses.replace(spec, name="small card"), SmallCard).outcomes
+    def on_a_small_card() -> Any:
+        return run_sweep(dataclasses.replace(spec, name="small card"), small_card.SmallCard).outcomes
 
     spec = sweep_of(1, dataclasses.replace(TRAIN, batch_size=8), base=world.model)
     key = spec.cells[0].train_key
-    assert {outcome.state for outcome in small_card().values()} == {"done"}
+    assert {outcome.state for outcome in on_a_small_card().values()} == {"done"}
     rows = attempts(key)
     assert [(row.state, row.cause) for row in rows] == [("failed", "oom")] * 3 + [("done", "")]
     assert [row.reason.split(" with ")[1] for row in rows[:3]] == ["8 sequences", "4 sequences", "2 sequences"]

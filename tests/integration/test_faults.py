@@ -200,7 +200,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_disk_full_in_training_the_next_run_goes_on_once_there_is_room(world, small_disk):
-    asked = asked_for(world, "disk", 17)
+    asked = asked_for(world, "disk", 17, tokens=2 * TOKENS)
     process = start(asked, GOLINEAR_BLOBS=str(small_disk))
     until(lambda: in_training("disk"))
     free = shutil.disk_usage(small_disk).free
@@ -232,30 +232,48 @@ def test_hub_busy_while_the_weights_are_fetched(world, tmp_path):
     assert prefect_state("hub") == "COMPLETED"
 
 
-@pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """A Ray cluster on loopback: a head that takes no work and two nodes of one CPU, each with a disk of its own."""
-    monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # or it would leave loopback
-    from ray.cluster_utils import Cluster
+TWO_NODES = """
+import sys
+from ray.cluster_utils import Cluster
 
-    here = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={**here, "num_cpus": 0})
-    for name in ("a", "b"):
-        cluster.add_node(num_cpus=1, env_vars={"GOLINEAR_HOME": str(tmp_path / name)}, **here)
-    yield cluster
-    cluster.shutdown()
+here = {"node_ip_address": "127.0.0.1", "object_store_memory": 100 * 2**20, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args={**here, "num_cpus": 0})
+nodes = [cluster.add_node(num_cpus=1, env_vars={"GOLINEAR_HOME": f"{sys.argv[1]}/{name}"}, **here) for name in "ab"]
+print("nodes", cluster.address, *(node.all_processes["raylet"][0].process.pid for node in nodes), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[str, list[int]]]:
+    """A Ray cluster on loopback, in a process of its own: a head that takes no work and two nodes of one CPU, each with a
+    disk of its own. Gives its address and the nodes' processes."""
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # or it would leave loopback
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 64)  # of the nodes and of the flow
+    command = [sys.executable, "-c", TWO_NODES, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin and process.stdout
+    said = next(line.split() for line in process.stdout if line.startswith("nodes "))
+    family = psutil.Process(process.pid).children(recursive=True)
+    yield said[1], [int(pid) for pid in said[2:]]
+    process.stdin.close()
+    process.wait(60)
+    for left in psutil.wait_procs(family, timeout=10)[1]:
+        left.kill()
 
 
 def test_node_lost_its_cell_goes_on_on_another(world, two_nodes, tmp_path):
+    address, nodes = two_nodes
     environment = {
-        "RAY_ADDRESS": two_nodes.address, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GOLINEAR_DATABASE_URL": database_url(),
+        "RAY_ADDRESS": address, "GOLINEAR_DATABASE_URL": database_url(),
         "GOLINEAR_BLOBS": f"local://{tmp_path}/bucket",  # an object store, as far as golinear can see
     }  # fmt: skip
     process = start(asked_for(world, "node", 19, workers=1), **environment)
     until(lambda: in_training("node"))
-    workers = {p.ppid() for p in psutil.process_iter(["name"]) if p.info["name"].startswith("ray::Worker")}
-    (lost,) = [n for n in two_nodes.list_all_nodes() if n.all_processes["raylet"][0].process.pid in workers]
-    two_nodes.remove_node(lost, allow_graceful=False)
+    (lost,) = {p.ppid() for p in psutil.process_iter(["name"]) if p.info["name"].startswith("ray::Worker")} & set(nodes)
+    node = psutil.Process(lost)
+    for gone in (node, *node.children(recursive=True)):  # all of it, the raylet first
+        gone.kill()
     assert end_of(process) == 0
     assert [(row.state, row.cause) for row in attempts("node")] == [("failed", "preempted"), ("done", "")]
     assert actions("node") == DONE and tracked("node") == ["KILLED", "FINISHED"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from flows.overhead import main, measure, summary, sweep_of
 from sweeps.tracking import prepare
 
 pytestmark = [pytest.mark.usefixtures("services_up", "ray_here"), pytest.mark.timeout(300)]
 
 
 def test_the_overhead_of_a_cell_is_measured_on_real_services(world, capsys):
+    from flows.overhead import main, measure, summary, sweep_of  # which imports Ray: not before its settings are made
+
     walls, cpus = measure(3)
     assert len(walls) == len(cpus) == 3 and all(0 < wall < 60 for wall in walls) and all(0 < cpu < 60 for cpu in cpus)
     keys = [cell.train_key for cell in sweep_of(3).cells]

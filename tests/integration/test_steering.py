@@ -68,7 +68,8 @@ def nothing_left_behind() -> Iterator[None]:
     assert not psutil.wait_procs(left, timeout=10)[1]
 
 
-def test_pause_resume_cancel_a_cell_and_drain_then_cancel_the_sweep(world, steer):
+def test_pause_resume_cancel_a_cell_and_drain_then_cancel_the_sweep(world, steer, monkeypatch):
+    monkeypatch.setattr("flows.runner.ASK_SECONDS", 0.2)  # these cells train for a second or two
     asked = request(world, "steered", recipes="gdn 4+2", seeds="31,32,33,34", tokens=16384, checkpoint_minutes=0.005)
     sweep = Watched("steered")
 
