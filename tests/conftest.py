@@ -2,6 +2,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # as sweeps.services sets it; Ray reads it once, when it is imported
 
 import torch
 from hypothesis import HealthCheck, settings
