@@ -131,6 +131,7 @@ def test_a_failing_cell_is_named_and_the_others_keep_their_scores(world):
     assert len(runs("failing")["gdn"]) == 1
 
 
+@pytest.mark.faults
 def test_a_killed_flow_goes_on_from_its_checkpoint(world):
     asked = request(world, "killed", recipes="gdn 4+2", tokens=65536, seeds=3, checkpoint_minutes=0.01)
     options = [f"--{key.replace('_', '-')}={value}" for key, value in asked.items()]
