@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = step_memory(
         resolve(options.model).shape, Recipe.parse(options.recipe), options.sequence_length, options.device
     )
-    print(json.dumps(found))  # noqa: T201 - what the command is for
+    sys.stdout.write(json.dumps(found) + "\n")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from linear_core.evaluate.harness import PrefixLM
 
 
-class Walker:
+class Walker(ABC):
     """Walks depth first. What is done with a segment is ``forward``'s; ``keeps_leaves``: leaves need their cache too."""
 
     keeps_leaves = False
@@ -21,10 +22,10 @@ class Walker:
     def __init__(self, lm: PrefixLM) -> None:
         self.lm = lm
 
+    @abstractmethod
     def forward(self, nodes: list[Node], cache: Any) -> None:
         """Runs the segments of ``nodes``, a row each, and takes from them what is wanted. ``cache``: of what is before
         them, filled with them where it is kept; None: nothing is before them, and nothing is kept."""
-        raise NotImplementedError
 
     def run(self, nodes: list[Node], cache: Any, rows: list[int]) -> None:
         """All of ``nodes``; the tokens before node i are in row ``rows[i]`` of ``cache`` (None: there are none).

@@ -6,6 +6,8 @@ value features of the state, F gate inputs a token. Layout [B, T, H, ·]; the st
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ GATE_RANK = 16
 BETA_BIAS = -1.0
 
 
-class Mechanism(nn.Module):
+class Mechanism(nn.Module, ABC):
     """A state update with its new parameters. Subclasses give ``parallel``, and gates or features where they have them.
 
     Masking is the caller's: a token that must not be written comes with k, v, beta and log_decay of zero, and a token
@@ -58,11 +60,11 @@ class Mechanism(nn.Module):
         """v: [B, T, G, D] → [B, T, H, V], repeated to the query heads."""
         return self.repeat(v)
 
+    @abstractmethod
     def parallel(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """All tokens at once, any T: (o [B, T, H, V] in v's dtype, the state after the last token)."""
-        raise NotImplementedError(f"{type(self).__name__} must define parallel")
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor | None
