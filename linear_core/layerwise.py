@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from linear_core.adaptation import set_lora
 from linear_core.attention import LinearizedAttention, Projected
 from linear_core.convert import attention_modules, base_attention
 from linear_core.objectives import Sequences
+from linear_core.streams import side_by_side
 
 Visit = Callable[[int, Tensor, dict[str, Any], Tensor], None]  # layer, h [B, T, C], its arguments, y_base [B, T, C]
 
@@ -52,23 +54,39 @@ class Layerwise:
         losses = [torch.zeros((), device=part.input_ids.device) for _ in models]
 
         def match(index: int, h: Tensor, arguments: dict[str, Any], y: Tensor) -> None:
-            shared: Projected | None = None  # q, k, v of the frozen projections: the same for all cells without LoRA
-            with torch.enable_grad():
-                for i, model in enumerate(models):
-                    if layers[i][index]:
-                        attention = attention_modules(model)[index]
-                        set_lora(attention, True)
-                        own = attention.recipe.adaptation == "lora"
-                        if not own and shared is None:
-                            shared = attention.project(h, arguments["position_embeddings"])
-                        ours = attention(h, **arguments, projected=None if own else shared)[0]
-                        error = (y.float() - ours.float()).square().sum()
-                        loss = error / (self._variance[index] * part.num_tokens * y.shape[-1])
-                        loss.backward()
-                        losses[i] += loss.detach() / sum(layers[i])
+            matched = {i: attention_modules(model)[index] for i, model in enumerate(models) if layers[i][index]}
+            own = {i for i, attention in matched.items() if attention.recipe.adaptation == "lora"}
+            # q, k, v of the frozen projections are the same for all cells without LoRA
+            first = next((attention for i, attention in matched.items() if i not in own), None)
+            shared = None if first is None else first.project(h, arguments["position_embeddings"])
+            weight = self._variance[index] * part.num_tokens * y.shape[-1]
+
+            def learn(i: int, attention: LinearizedAttention) -> None:
+                set_lora(attention, True)
+                with torch.enable_grad():
+                    loss = on_device(attention, h, y, arguments, None if i in own else shared) / weight
+                    loss.backward()
+                losses[i] += loss.detach() / sum(layers[i])
+
+            on_device = _compiled_squared_error() if h.is_cuda else squared_error
+            side_by_side([partial(learn, i, attention) for i, attention in matched.items()], h.device)
 
         _visit_layers(models[0], part, match)
         return losses
+
+
+def squared_error(
+    attention: LinearizedAttention, h: Tensor, y: Tensor, arguments: dict[str, Any], projected: Projected | None
+) -> Tensor:
+    """Σ (y − the layer's output)², float32 []. h, y: [B, T, C]; arguments and projected: as in its ``forward``."""
+    ours = attention.forward(h, **arguments, projected=projected)[0]
+    return (y.float() - ours.float()).square().sum()
+
+
+@cache
+def _compiled_squared_error() -> Callable[..., Tensor]:
+    """Elementwise work fused, as ``linear_core.speed.compiled`` does it for whole layers; compiled once per recipe."""
+    return torch.compile(squared_error, dynamic=False)
 
 
 def _visit_layers(model: Any, part: Sequences, visit: Visit) -> None:
@@ -81,7 +99,7 @@ def _visit_layers(model: Any, part: Sequences, visit: Visit) -> None:
                 layout = dataclasses.replace(arguments["layout"], paths="hybrid")
                 visit(index, h, {"position_embeddings": arguments["position_embeddings"], "layout": layout}, output[0])
 
-        return seen
+        return torch.compiler.disable(seen)  # the layer around it may be compiled, a backward pass in it cannot be
 
     modules = attention_modules(model)
     handles = [module.register_forward_hook(hook(i), with_kwargs=True) for i, module in enumerate(modules)]

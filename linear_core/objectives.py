@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from linear_core.convert import base_attention
 from linear_core.data import IGNORE, Batch
 from linear_core.ranks import Ranks
+from linear_core.streams import side_by_side
 
 TOKENS_AT_ONCE = 1024  # rows of logits in memory at a time
 
@@ -74,13 +75,13 @@ class CrossEntropy:
         """Nothing to prepare."""
 
     def backward(self, models: Sequence[Any], part: Sequences) -> list[Tensor]:
-        losses = []
-        for model in models:
+        def learn(model: Any) -> Tensor:
             hidden = last_hidden(model, part.input_ids, part.document_ids)
             loss = cross_entropy_sum(hidden, model.lm_head.weight, part.labels) / part.num_targets
             loss.backward()
-            losses.append(loss.detach())
-        return losses
+            return loss.detach()
+
+        return side_by_side([partial(learn, model) for model in models], part.input_ids.device)
 
 
 class KullbackLeibler:
@@ -92,13 +93,14 @@ class KullbackLeibler:
     def backward(self, models: Sequence[Any], part: Sequences) -> list[Tensor]:
         with torch.no_grad(), base_attention(models[0]):
             target = last_hidden(models[0], part.input_ids, part.document_ids, paths="base")
-        losses = []
-        for model in models:
+
+        def learn(model: Any) -> Tensor:
             hidden = last_hidden(model, part.input_ids, part.document_ids)
             loss = kl_sum(hidden, target, model.lm_head.weight, part.labels != IGNORE) / part.num_targets
             loss.backward()
-            losses.append(loss.detach())
-        return losses
+            return loss.detach()
+
+        return side_by_side([partial(learn, model) for model in models], part.input_ids.device)
 
 
 def make_objective(name: str) -> Objective:
