@@ -1,16 +1,14 @@
 """fla's kernels without autotuning where the card is known: first use compiles one form of each kernel, not dozens.
 
 ``configs/<GPU name>/<kernel>.json`` holds what autotuning chose on such a card, in fla's own file form. ``collect``
-makes these files from a Triton cache: run the kernels once on a new card with ``FLA_CACHE_MODE=disabled``, then
-
-    python -m linear_core.kernels.tuned TRITON_CACHE_DIR "NVIDIA H100 80GB HBM3"
+makes these files from a Triton cache in which kernels were autotuned: ``linear_core.kernels.tune`` does all of it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import sys
 from collections import defaultdict
 from functools import cache, wraps
 from importlib import import_module
@@ -34,6 +32,7 @@ def use_tuned_kernels() -> Path | None:
     os.environ.setdefault("FLA_CONFIG_DIR", str(folder))
     os.environ.setdefault("FLA_CACHE_MODE", "fuzzy")  # sizes may differ, types not: others are autotuned
     tune_what_does_not_fit()
+    take_the_nearest()
     return Path(os.environ["FLA_CONFIG_DIR"])
 
 
@@ -56,6 +55,28 @@ def tune_what_does_not_fit() -> None:
             return run(self, *args, **kwargs)
 
     setattr(Autotuner, "run", fitting)  # noqa: B010 - a type checker minds the assignment
+
+
+@cache
+def take_the_nearest() -> None:
+    """For sizes that were not tuned fla takes the file's first entry of the same types; the nearest sizes serve better.
+    For this process, once."""
+    from fla.ops.utils.cache import KernelConfigFile
+
+    def nearest(self: Any, key: Any) -> dict[str, Any] | None:
+        fitting = [e for e in (self.autotune_entries or {}).values() if key.fuzzy_matches(e.get("autotune_key"))]
+        return min(fitting, key=lambda e: distance(key.autotune_key, e["autotune_key"]), default=None)
+
+    setattr(KernelConfigFile, "lookup_fuzzy", nearest)  # noqa: B010 - a type checker minds the assignment
+
+
+def distance(a: Any, b: Any) -> float:
+    """Between two tuning keys of the same types: the sum of |log(size ratio)| over their numbers."""
+    if isinstance(a, (list, tuple)):
+        return sum(distance(x, y) for x, y in zip(a, b))
+    if isinstance(a, (int, float)) and not isinstance(a, bool):
+        return abs(math.log(max(a, 1) / max(b, 1)))
+    return 0.0
 
 
 @cache
@@ -93,7 +114,3 @@ def collect(triton_cache: Path, gpu: str, configs: Path = CONFIGS) -> list[Path]
         path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
         written.append(path)
     return written
-
-
-if __name__ == "__main__":
-    sys.stdout.write("\n".join(map(str, collect(Path(sys.argv[1]), sys.argv[2]))) + "\n")

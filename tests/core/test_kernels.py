@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from linear_core.bench import forms
-from linear_core.kernels import fla, gated_delta_rule, gated_linear_attention, l2_normalise, norm, tuned
+from linear_core.kernels import fla, gated_delta_rule, gated_linear_attention, l2_normalise, norm, tune, tuned
 
 LENGTHS = (1, 7, 63, 64, 65, 100, 257)
 RULES = tuple(forms.RULES)
@@ -201,6 +201,31 @@ def test_the_first_configuration_is_the_smallest_that_fits(tmp_path: Path, monke
         kernel.run(257)
     assert launched == [(32, 2)] * 5  # tried and run, run, tried and run
     assert dict(vars(autotuner.Autotuner)) == before and not list(tmp_path.rglob("*"))
+
+
+def test_a_size_that_was_not_tuned_takes_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = pytest.importorskip("fla.ops.utils.cache")
+    monkeypatch.setattr(cache.KernelConfigFile, "lookup_fuzzy", None)  # as it was, at the end
+    tuned.take_the_nearest.__wrapped__()
+    entries = {str(i): {"autotune_key": key, "config": i} for i, key in enumerate(([32, 128, "bf16"], [9, 64, "bf16"], [8, 64, "f32"]))}
+    file = cache.KernelConfigFile(None, None, entries, None)
+    wanted = {(16, 128, "bf16"): 0, (8, 64, "bf16"): 1, (64, 256, "f32"): 2}
+    for key, number in wanted.items():
+        assert file.lookup_fuzzy(cache.AutotuneKey(key))["config"] == number
+    assert file.lookup_fuzzy(cache.AutotuneKey((9, 64, "f16"))) is None
+
+
+def test_parts_of_a_tuning_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+    configs = list(range(7))
+    for parts in (1, 3, 15):
+        taken = []
+        for part in range(parts):
+            with monkeypatch.context() as patch:
+                patch.setattr(autotuner.Autotuner, "prune_configs", lambda self, kwargs: configs)
+                tune.take_part(part, parts)
+                taken.append(autotuner.Autotuner.prune_configs(None, {}))
+        assert all(taken) and set().union(*taken) == set(configs)
 
 
 def test_a_form_that_fails_costs_its_own_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
