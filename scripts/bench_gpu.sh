@@ -15,12 +15,17 @@ measure() {
   printf '%-14s exit status %s, %s s in all: %s\n' "$name" $? $SECONDS "$*"
 }
 train=linear_core.bench.train
+two="torch.distributed.run --nproc-per-node 2 -m $train --batch-size 2"  # needs two GPUs
 short="--batch-size 8 --sequence-length 1024"
 
 measure train-8b     120 $train --model llama3.1-8b --recipe "gdn 56+8" --steps 3 --sequence-length 4096,16384
 measure train-8b-32k 150 $train --model llama3.1-8b --recipe "gdn 56+8" --steps 2 --sequence-length 32768 --checkpoint-activations
 measure train-0.6b   90  $train --model qwen3-0.6b-base --recipe "gdn 56+8" --steps 5 --batch-size 2 --sequence-length 4096,16384
 measure train-32b    120 $train --model qwen3-32b --recipe "gdn 56+8" --steps 2 --checkpoint-activations
+measure train-8b-int8 120 $train --model llama3.1-8b --recipe "gdn 56+8" --steps 3 --backbone int8
+measure ddp-8b       120 $two --model llama3.1-8b --recipe "gdn 56+8" --steps 3
+measure sharded-8b   120 $two --model llama3.1-8b --recipe "gdn 56+8" --steps 3 --shard-weights
+measure sharded-32b  150 $two --model qwen3-32b --recipe "gdn 56+8" --steps 2 --shard-weights --checkpoint-activations
 measure train-gdn    60  $train --model smollm2-135m --recipe "gdn 56+8" $short
 measure train-gla    60  $train --model smollm2-135m --recipe "gla 56+8" $short
 measure train-none   60  $train --model smollm2-135m --recipe "none 56+8 lora" $short

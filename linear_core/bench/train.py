@@ -4,6 +4,7 @@
     golinear bench train --model smollm2-135m --recipe "gdn 56+8,gla 56+8,none 56+8 lora" --objective layerwise
     golinear bench train --model qwen3-32b --checkpoint-activations --output 32b.json
     golinear bench train --tiny                        a dry run on the CPU, seconds
+    torchrun --nproc-per-node 2 -m linear_core.bench.train --batch-size 2 --shard-weights      two GPUs together
 
 Random weights, made in the training precision on the device; random tokens. All rows are measured in one process, with the
 same loss, compiled layers and recorded steps: ``full attention`` is the base with every parameter frozen, forward and the
@@ -13,7 +14,8 @@ The limit is the ceiling over 4 FLOP per multiplied parameter (forward and activ
 only looked up): attention itself and elementwise work are not in it, nor is what ``--checkpoint-activations`` computes
 again. A model that leaves no room for its activations needs that (32B at 4k tokens on 141 GB, 8B at 32k); both sides of
 the comparison then have it, in all layers or in a share of them. A row that does not fit says so, and the others are
-measured all the same.
+measured all the same. Under torchrun the ranks train together: ``--batch-size`` is that of all of them, peak memory that of
+the one that needs most, full attention is left out, and no step is recorded.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from linear_core.bench.report import show
 from linear_core.convert import convert, new_parameters
 from linear_core.data import IGNORE
 from linear_core.layerwise import twins
-from linear_core.models import Shape, build, resolve
+from linear_core.models import Shape, build, check_backbone, resolve
 from linear_core.objectives import Sequences, cross_entropy_sum, last_hidden, make_objective
 from linear_core.optim import NewParameterOptimizer
+from linear_core.ranks import check_batch, current, shard, started_by_torchrun
 from linear_core.recipe import Recipe
-from linear_core.settings import OBJECTIVES, TrainSettings
+from linear_core.settings import BACKBONES, OBJECTIVES, TrainSettings
 from linear_core.speed import EAGER_STEPS, FastStep, Recorded, checkpoint_activations, compiled
 from linear_core.step import Trainee
 
@@ -59,24 +62,33 @@ def run(
     steps: int = 10,
     ceiling_size: int = 8192,
     recompute: float = 0.0,
+    sharded: bool = False,
+    backbone: str = "full",
 ) -> Iterator[dict[str, Any]]:
     """One row each: full attention at every length, then the recipes at every length.
 
-    recompute: the share of the layers whose activations are made again in the backward pass, on both sides. Rows: what, sequence_length,
+    recompute: the share of the layers whose activations are made again in the backward pass, on both sides. sharded: the
+    frozen layers are spread over the ranks. backbone: as in TrainSettings. Rows: what, sequence_length,
     ms_per_step (median), tokens_per_second, of_limit (share of the limit by the ceiling), times_full (ratio to full
     attention's tokens per second), peak_gib (CUDA), seconds_to_first_step (with compiling). One that does
-    not fit in memory has a note and no numbers.
+    not fit in memory has a note and no numbers; of several ranks it ends them.
     """
+    me = current()
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     ceiling = matmul_ceiling(device, dtype, ceiling_size)
-    limit = ceiling / (4 * (shape.layers * shape.layer_parameters + shape.vocab * shape.hidden))
-    yield {"what": f"limit by {ceiling / 1e12:.2f} TFLOP/s", "tokens_per_second": limit, "of_limit": 1.0}
+    limit = me.size * ceiling / (4 * (shape.layers * shape.layer_parameters + shape.vocab * shape.hidden))
+    each = f" on each of {me.size} GPUs" if me.size > 1 else ""
+    yield {"what": f"limit by {ceiling / 1e12:.2f} TFLOP/s{each}", "tokens_per_second": limit, "of_limit": 1.0}
     model = build(shape, device=device, dtype=dtype)
-    yield {"what": "the frozen weights", "peak_gib": sum(p.nbytes for p in model.parameters()) / GIB}
+    if sharded:
+        shard(model, device)
+    if backbone == "int8":
+        to_int8(model)
+    yield {"what": "the frozen weights", "peak_gib": sum(map(bytes_here, model.parameters())) / GIB}
     how = f", {recompute:.0%} recomputed" if recompute else ""
     full: dict[int, float] = {}
     checkpoint_activations(model, recompute)
-    for length in lengths:
+    for length in lengths if me.size == 1 else ():
         whole = functools.partial(full_attention_step, model)
         work = Recorded(whole) if device.startswith("cuda") else whole
         with compiled([model]):
@@ -95,9 +107,10 @@ def run(
     for trainee in trainees:
         trainee.optimizer.set_rate(settings.warmup_steps)
         checkpoint_activations(trainee.model, recompute)
-    name, fast = f"{', '.join(r.name for r in recipes)} ({objective}{how})", FastStep()
+    how += ", int8" * (backbone == "int8") + f", {me.size} ranks" * (me.size > 1) + ", sharded" * sharded
+    name, fast = f"{', '.join(r.name for r in recipes)} ({objective}{how})", FastStep(me)
     for length in lengths:
-        batch, chosen = random_batch(shape, batch_size, length, device), make_objective(objective)
+        batch, chosen = random_batch(shape, batch_size, length, device).share(me), make_objective(objective)
         chosen.prepare(models, batch, batch_size)
         train = functools.partial(fast, trainees, chosen, micro_batch=batch_size)
         with compiled(models):
@@ -121,8 +134,8 @@ def measure(
     what: str, step: Callable[[Sequences], Tensor], batch: Sequences, cells: int, device: str, steps: int
 ) -> dict[str, Any]:
     """Time a step: the first one, some to warm up (and to be recorded), then the median of ``steps``."""
-    on_gpu = device.startswith("cuda")
-    about = {"what": what, "sequence_length": batch.labels.shape[1], "batch_size": batch.labels.shape[0]}
+    on_gpu, me, length = device.startswith("cuda"), current(), batch.labels.shape[1]
+    about = {"what": what, "sequence_length": length, "batch_size": batch.num_tokens // length}
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -135,15 +148,30 @@ def measure(
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - started)
     except torch.OutOfMemoryError as error:
+        if me.size > 1:
+            raise  # the others wait for this one
         return {**about, "note": f"does not fit: {str(error).partition('. ')[0]}"}
     seconds = statistics.median(times[WARM_UP:])
     return {
         **about,
         "ms_per_step": 1000 * seconds,
         "tokens_per_second": cells * batch.num_tokens / seconds,
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
+        "peak_gib": max(me.gather(lambda: torch.cuda.max_memory_allocated() / GIB)) if on_gpu else None,
         "seconds_to_first_step": times[0],
     }
+
+
+def to_int8(model: Any) -> None:
+    """The matrices of the decoder layers in 8 bits, in place, as ``models.load`` has them with ``backbone="int8"``."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model.model.layers, Int8WeightOnlyConfig())
+
+
+def bytes_here(weight: Any) -> int:
+    """Bytes of a weight on this device: of its part when it is spread, of its 8 bits and scales when it has them."""
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    return sum(part.nbytes for part in ((weight.qdata, weight.scale) if hasattr(weight, "qdata") else (weight,)))
 
 
 def matmul_ceiling(device: str, dtype: torch.dtype, size: int) -> float:
@@ -180,19 +208,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--checkpoint-activations", type=float, nargs="?", const=1.0, default=0.0, metavar="SHARE",
         help="make them again in the backward pass, on both sides, in all layers or a share of them such as 0.25",
     )
+    parser.add_argument("--backbone", default="full", choices=BACKBONES, help="int8: the frozen layers in 8 bits")
+    parser.add_argument("--shard-weights", action="store_true", help="under torchrun: spread them over the GPUs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a dry run: a tiny shape, 128 tokens, three steps")
     parser.add_argument("--output", help="write the rows as JSON")
     options = parser.parse_args(argv)
     shape = TINY if options.tiny else resolve(options.model).shape
     lengths = [128] if options.tiny else [int(n) for n in options.sequence_length.split(",")]
-    rows = run(
-        shape, [Recipe.parse(text) for text in options.recipe.split(",")], device=options.device, lengths=lengths,
-        batch_size=options.batch_size, objective=options.objective, steps=3 if options.tiny else options.steps,
-        ceiling_size=256 if options.tiny else 8192, recompute=options.checkpoint_activations,
-    )  # fmt: skip
     name = "a tiny model" if options.tiny else options.model
-    show(f"training {name} on {options.device}", rows, device=options.device, output=options.output)
+    check_backbone(options.backbone)
+    with started_by_torchrun(options.device) as (me, device):
+        check_batch(options.batch_size, me.size)
+        if options.shard_weights and (me.size == 1 or options.backbone != "full"):
+            parser.error("--shard-weights is for several ranks (torchrun) and the full backbone")
+        rows = run(
+            shape, [Recipe.parse(text) for text in options.recipe.split(",")], device=device, lengths=lengths,
+            batch_size=options.batch_size, objective=options.objective, steps=3 if options.tiny else options.steps,
+            ceiling_size=256 if options.tiny else 8192, recompute=options.checkpoint_activations,
+            sharded=options.shard_weights, backbone=options.backbone,
+        )  # fmt: skip
+        if me.leads:
+            show(f"training {name} on {options.device}", rows, device=device, output=options.output)
+        else:
+            list(rows)
     return 0
 
 

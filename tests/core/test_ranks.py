@@ -1,42 +1,23 @@
 """Two ranks on the CPU (gloo) do what one process does: batches, losses, parameters, answers; sharded weights too."""
 
-import json
-import socket
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from linear_core.outcome import Interrupted
 from tests.core import rank_worker
+from tests.core.rank_worker import losses
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """What one process and each of two ranks made."""
+    """What one process and each of two ranks made, and how the ranks ended."""
     folder = tmp_path_factory.mktemp("ranks")
-    asked = []
-    with pytest.raises(Interrupted):
-        rank_worker.run(folder / "of_one", should_stop=lambda: asked.append(1) or len(asked) == 7)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.core.rank_worker"]
-    started = [subprocess.Popen([*command, str(rank), "2", str(port), str(folder)]) for rank in range(2)]
-    try:
-        one = rank_worker.straight(folder / "one")
-        even = rank_worker.run(folder / "even", rank_worker.EVEN)
-        assert [process.wait(250) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
+    with rank_worker.two(folder, "cpu", "killed") as started:
+        rank_worker.stopped_after_six(folder / "of_one")
+        one = rank_worker.straight(folder / "one", "cpu")
+        even = rank_worker.run(folder / "even", "even")
+        end = rank_worker.ended(started, 250)
     two = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    return folder, {**one, "even": even}, two
-
-
-def losses(folder):
-    return [json.loads(line)["loss"] for line in (folder / "curve.jsonl").read_text().splitlines()]
+    return folder, {**one, "even": even, "end": end}, two
 
 
 @pytest.mark.parametrize("what", ["ce", "chain"])
@@ -87,6 +68,11 @@ def test_measuring_is_shared(world, what):
 
 def test_what_cannot_be_shared_is_refused_and_a_failure_is_everybodys(world):
     for found in world[2]:
-        assert "batch_size 3 cannot be shared by 2 ranks" in found["batch"]
-        assert "45 sequences, which 2 ranks with sharded weights cannot share" in found["uneven"]
+        assert "batch_size 3 cannot be shared by 2 ranks" in found["batch of 3 refused"]
+        assert "45 sequences, which 2 ranks with sharded weights cannot share" in found["ce refused"]
         assert found["failed"] == ["list index out of range", "on rank 1 of 2"]
+
+
+def test_a_rank_that_is_killed_leaves_nobody_waiting(world):
+    first, second, seconds = world[1]["end"]
+    assert second == -9 and first and seconds < 30
