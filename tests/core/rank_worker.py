@@ -51,7 +51,7 @@ def base(device, sharded=False):
         model = model.to(torch.bfloat16)
     if sharded:
         ranks.shard(model, device)
-    return model.to(device)
+    return model if sharded else model.to(device)
 
 
 def randomised(device, sharded=False):
@@ -103,7 +103,7 @@ def answers(model):
 
 def measured(model, folder):
     """Losses of held-out windows, and agreement with the base model."""
-    held_out = windows.Windows(tiny.tokens(24, batch=3, seed=9), ("a", "b", "c"))
+    held_out = windows.Windows(tiny.tokens(3 * LENGTH[model.device.type] // 4, batch=3, seed=9), ("a", "b", "c"))
     folder.mkdir(exist_ok=True)
     same, kl = windows.agreement(model, windows.base_reference(model, held_out, folder), held_out)
     return [windows.token_losses(model, held_out), same, kl]
