@@ -4,7 +4,7 @@
     golinear bench train --model smollm2-135m --recipe "gdn 56+8,gla 56+8,none 56+8 lora" --objective layerwise
     golinear bench train --model qwen3-32b --checkpoint-activations --output 32b.json
     golinear bench train --tiny                        a dry run on the CPU, seconds
-    torchrun --nproc-per-node 2 -m linear_core.bench.train --batch-size 2 --shard-weights      two GPUs together
+    torchrun --nproc-per-node 2 -m flows.cli bench train --batch-size 2 --shard-weights       two GPUs together
 
 Random weights, made in the training precision on the device; random tokens. All rows are measured in one process, with the
 same loss, compiled layers and recorded steps: ``full attention`` is the base with every parameter frozen, forward and the

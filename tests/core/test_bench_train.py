@@ -45,3 +45,14 @@ def test_full_attention_has_the_loss_of_training():
     loss = train.full_attention_step(model, batch)
     torch.testing.assert_close(loss, model(input_ids=batch.input_ids, labels=batch.input_ids).loss)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_8_bit_backbone_is_smaller_and_trains():
+    recipe = Recipe.parse("none 6+2 lora")
+    _, weights, _, ours = train.run(
+        train.TINY, [recipe], device="cpu", lengths=[64], steps=1, ceiling_size=64, backbone="int8"
+    )
+    in_layers = train.TINY.layers * train.TINY.layer_parameters
+    saved = train.TINY.num_parameters * 4 - weights["peak_gib"] * 2**30
+    assert 2.8 * in_layers < saved < 3 * in_layers, "three bytes of four, less the scales"
+    assert ours["what"] == "none 6+2 lora (ce, int8)" and ours["tokens_per_second"] > 0

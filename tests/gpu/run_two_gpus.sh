@@ -10,7 +10,8 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=$(mkdir -p "${1:?folder for the results}" && cd "$1" && pwd) && shift
 parts=" ${*:-tests speed alone} "
-export PYTHONUNBUFFERED=1 GOLINEAR_RANK_TEST_SECONDS=${GOLINEAR_RANK_TEST_SECONDS:-100}
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-8}
+export GOLINEAR_RANK_TEST_SECONDS=${GOLINEAR_RANK_TEST_SECONDS:-100}
 
 part() { [[ "$parts" == *" $1 "* ]]; }
 say() {  # name, time limit in seconds, command
@@ -30,7 +31,8 @@ if part tests; then
   tests ranks 180 test_ranks_gpu.py &
   CUDA_VISIBLE_DEVICES=1 tests kernels 120 test_kernel_archive_gpu.py &
   CUDA_VISIBLE_DEVICES=0 tests backbone 120 test_backbone_gpu.py &
-  on 0 warm-up 100 "${train[@]}" "${llama[@]}" --steps 1 &  # its numbers are disturbed
+  on 0 beside-8b 100 "${train[@]}" "${llama[@]}" &  # memory and first steps count; the speed is disturbed by the tests
+  on 1 beside-int8 100 "${train[@]}" "${llama[@]}" --backbone int8 &
   wait
 fi
 if part speed; then
