@@ -84,7 +84,8 @@ def checkpoint_activations(model: Any, share: float = 1.0) -> None:
 def compiled(models: Sequence[Any], backend: str = "inductor") -> Iterator[None]:
     """Within it the decoder layers of these models run compiled, for shapes that stay the same (training on CUDA).
 
-    The first layer stays eager: its input wants no gradient, which would be a second compilation for one layer.
+    The first layer stays eager: its input wants no gradient, which would be a second compilation for one layer. On
+    CUDA float32 products, those of the new parameters (gates, LoRA), are made by the tensor cores (TF32) meanwhile.
     backend: of torch.compile; with another than inductor the layers are compiled on a CPU too.
     """
     on_cpu_too = backend != "inductor"
@@ -95,12 +96,16 @@ def compiled(models: Sequence[Any], backend: str = "inductor") -> Iterator[None]
         "accumulated_recompile_limit": 16 * RECOMPILE_LIMIT,
         "suppress_errors": True,  # what cannot be compiled runs eagerly, with a warning
     }
+    precision = torch.get_float32_matmul_precision()
     with torch._dynamo.config.patch(limits):
         for call in calls:
             call.set(backend=backend)
+        if any(model.device.type == "cuda" for model in chosen):
+            torch.set_float32_matmul_precision("high")
         try:
             yield
         finally:
+            torch.set_float32_matmul_precision(precision)
             for call in calls:
                 call.set(backend="")
 
