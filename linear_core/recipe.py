@@ -73,6 +73,13 @@ def _split_layers(text: str) -> tuple[str, str]:
     return kind, f"{float(value):g}" if value else ""
 
 
+def _number(word: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{word} in a recipe wants a number behind it, e.g. '{word} 3', not {value!r}") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Mechanism, fixed budget of exact attention, adaptation and merge of a linearized model.
@@ -166,15 +173,17 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        """``"gdn 56+8 conv mass"`` → Recipe. Mechanism first; budget, adaptation, merge and the layers that keep softmax
-        attention (``hardest:0.2``) in any order after it. Raises ValueError naming what is allowed."""
-        words = text.split()
-        if not words:
+        """``"gdn 56+8 conv mass"`` → Recipe. Mechanism first; what ``name`` writes in any order after it: budget,
+        adaptation, merge, the layers that keep softmax attention (``hardest:0.2``), ``gate-bias 3``, ``read-scale``.
+        Raises ValueError naming what is allowed."""
+        words = iter(text.split())
+        mechanism = next(words, None)
+        if mechanism is None:
             raise ValueError(
                 "an empty recipe; allowed: 'mechanism [window+sinks] [adaptation] [merge] [layers]', e.g. 'gdn 56+8 conv'"
             )
-        values: dict[str, Any] = {"mechanism": words[0]}
-        for word in words[1:]:
+        values: dict[str, Any] = {"mechanism": mechanism}
+        for word in words:
             if "+" in word:
                 values["window"], values["sinks"] = parse_budget(word)
             elif word in ADAPTATIONS:
@@ -184,12 +193,16 @@ class Recipe:
             elif ":" in word:
                 values["softmax_layers"] = word
             elif word == "softmax":
-                continue  # as Recipe.name writes it, before the layers
+                continue  # as ``name`` writes it, before the layers
+            elif word == "gate-bias":
+                values["gate_bias"] = _number(word, next(words, ""))
+            elif word == "read-scale":
+                values["learned_read_scale"] = True
             else:
                 raise ValueError(
                     f"{word!r} in recipe {text!r} is not known; allowed: a budget such as 56+8, "
                     f"adaptations {', '.join(ADAPTATIONS)}, merges {', '.join(MERGES)}, "
-                    "layers that keep softmax attention such as uniform:0.2, list:0,5,9, hardest:0.2"
+                    "layers that keep softmax attention such as uniform:0.2, list:0,5,9, hardest:0.2, gate-bias 3, read-scale"
                 )
         return cls(**values)
 
