@@ -42,6 +42,7 @@ def run(
     workers: int = typer.Option(None, help="cells at work at a time; default: one a GPU, or one"),
     checkpoint_minutes: float = typer.Option(None, help="between checkpoints; default: 2, on a CPU 0.25"),
     max_gpu_hours: float = typer.Option(None, help="refuse what would take more"),
+    cells_per_pass: int = typer.Option(1, help="cells of a base model that train over the same batches at a time"),
     fail_fast: bool = typer.Option(False, "--fail-fast", help="start no further cell after a failure"),
     prune: float = typer.Option(None, help="end a cell early whose loss is over so many times its best, e.g. 1.5"),
     priority: float = typer.Option(None, help="of the sweep: higher goes first; default 0"),
@@ -66,6 +67,7 @@ def run(
         "max_gpu_hours": max_gpu_hours,
         "prune": prune,
         "priority": priority,
+        "cells_per_pass": cells_per_pass,
     }
     state = sweep(grid, **request, **limits, fail_fast=fail_fast, accept_base_scores=accept_base_scores, return_state=True)
     if not state.is_completed():

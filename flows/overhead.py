@@ -23,6 +23,7 @@ from prefect import flow, get_run_logger
 
 from flows import workers
 from flows.cluster import cluster
+from flows.passes import Pass
 from flows.progress import Forgiving
 from flows.runner import DONE, Outcome, Runner
 from flows.slots import Slot
@@ -93,10 +94,10 @@ class Timed(Runner):
     walls: list[float]
     cpus: list[float]
 
-    def _cell(self, slot: Slot, item: PlanItem) -> Outcome | None:
+    def _cell(self, slot: Slot, item: PlanItem, together: Pass) -> Outcome | None:
         before, started, cpu = self.seconds["worker start"], time.perf_counter(), time.process_time()
         try:
-            return super()._cell(slot, item)
+            return super()._cell(slot, item, together)
         finally:
             self.cpus.append(time.process_time() - cpu)
             self.walls.append(time.perf_counter() - started - (self.seconds["worker start"] - before))

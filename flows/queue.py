@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from threading import Condition
 
 from sweeps.plan import PlanItem
@@ -11,8 +13,10 @@ from sweeps.plan import PlanItem
 class Queue:
     """Cells to do, shared by the threads of all slots. Order: the plan's, which has each base model in front."""
 
-    def __init__(self, items: Iterable[PlanItem]):
+    def __init__(self, items: Iterable[PlanItem], num_slots: int = 1):
         self._left = list(items)
+        self._num_slots = num_slots
+        self._sharing = Counter(item.cell.batches for item in self._left if item.train)
         self._bases_open = {item.cell.base for item in self._left if item.cell.is_base}
         self._changed = Condition()
         self._closed = False
@@ -32,6 +36,28 @@ class Queue:
                     return chosen
                 self._changed.wait()
             return None
+
+    def companions(
+        self, item: PlanItem, at_most: int, allowed: Callable[[PlanItem], bool], priorities: Mapping[str, float] | None = None
+    ) -> list[PlanItem]:
+        """Up to so many further cells to train over the batches of one that was taken, none that another slot would lack.
+
+        The most urgent first, then those whose checkpoint is nearest.
+        """
+        batches = item.cell.batches
+        fair = math.ceil(self._sharing[batches] / self._num_slots) - 1
+        with self._changed:
+            if self._closed:
+                return []
+            ranks = self._ranks(priorities or {})
+            same = [other for other in self._left if other.train and other.cell.batches == batches]
+            same.sort(key=lambda other: (-ranks[other.key], abs(other.resume_tokens - item.resume_tokens)))
+            chosen: list[PlanItem] = []
+            for other in same:
+                if len(chosen) < min(at_most, fair) and allowed(other):
+                    chosen.append(other)
+                    self._left.remove(other)
+            return chosen
 
     def _ranks(self, priorities: Mapping[str, float]) -> dict[str, float]:
         ranks = {item.key: priorities.get(item.key, 0.0) for item in self._left}

@@ -21,10 +21,11 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from flows.dead import bury
+from flows.passes import Member, Pass
 from flows.progress import Forgiving, Progress
 from flows.queue import Queue
 from flows.slots import Slot, StageFailed
-from flows.warmth import Warmth, Watch
+from flows.warmth import Warmth
 from flows.workers import read_tail
 from linear_core.models import resolve
 from sweeps import preflight, priorities, queries, retries
@@ -76,6 +77,7 @@ class Runner:
     say: Callable[[str], None]
     links: dict[str, str]
     fail_fast: bool = False
+    cells_per_pass: int = 1  # at most so many cells of a base model train over the same batches at a time
     prune: float | None = None  # end a cell whose loss is over so many times its best (sweeps.pruning)
     accept_base_scores: bool = False  # train on although a base model's scores are not the published ones
     worker: type | None = None  # flows.workers.Worker
@@ -141,7 +143,7 @@ class Runner:
         return todo, waiting
 
     def _round(self, slots: list[Slot], todo: Iterable[PlanItem]) -> None:
-        queue = Queue(todo)
+        queue = Queue(todo, len(slots))
         with ThreadPoolExecutor(len(slots), thread_name_prefix="slot") as pool:
             # each thread has a copy of the flow's context, so that Prefect sees its tasks as this flow's
             futures = [pool.submit(contextvars.copy_context().run, self._serve, slot, queue) for slot in slots]
@@ -200,29 +202,49 @@ class Runner:
         """Cells for one slot until there are none."""
         while self.may_start():
             self.make_room(slot)
-            item = queue.take(slot.base, priorities.get(self.store))
+            ranks = priorities.get(self.store)
+            item = queue.take(slot.base, ranks)
             if item is None:
                 break
-            outcome = self._cell(slot, item)
-            with self._lock:
-                if outcome is None:
-                    self.outcomes.pop(item.key, None)  # comes back in the next round
-                else:
-                    self.outcomes[item.key] = outcome
-                scored = outcome is not None and outcome.state == DONE
-                doubt = self._doubt(item) if scored else ""
-                for other in queue.finished(item, scored=scored and not doubt):
-                    if doubt:
-                        self.outcomes[other.key] = Outcome(other.cell.label, FAILED, f"refused: {doubt}")
-                    elif outcome is not None:
-                        reason = f"its base model was not scored ({outcome.reason})"
-                        self.outcomes[other.key] = Outcome(other.cell.label, outcome.state, reason)
-            if self.fail_fast and outcome is not None and outcome.state == FAILED:
-                self._no_more = True
+            items = [item]
+            if self.cells_per_pass > 1 and item.train and self._may_share(item):
+                items += queue.companions(item, self.cells_per_pass - 1, self._may_share, ranks)
+            for item, outcome in zip(items, self._cells(slot, items)):
+                self._ended(queue, item, outcome)
             if self.stop.is_set() or self._no_more:
                 queue.close()
         queue.close()
         slot.close()  # what is left of the round runs on the other slots
+
+    def _may_share(self, item: PlanItem) -> bool:
+        return not retries.must_be_alone(queries.attempts_at(self.store, item.key).failures)
+
+    def _cells(self, slot: Slot, items: list[PlanItem]) -> list[Outcome | None]:
+        """Run cells on a slot; several in a thread each, which train in one pass."""
+        together = Pass(slot, self._warmth, [item.key for item in items])
+        if len(items) == 1:
+            return [self._cell(slot, items[0], together)]
+        with ThreadPoolExecutor(len(items), thread_name_prefix="cell") as pool:
+            run = [pool.submit(contextvars.copy_context().run, self._cell, slot, item, together) for item in items]
+        return [each.result() for each in run]
+
+    def _ended(self, queue: Queue, item: PlanItem, outcome: Outcome | None) -> None:
+        """Remember how a cell ended, and what that means for the cells of a base model."""
+        with self._lock:
+            if outcome is None:
+                self.outcomes.pop(item.key, None)  # comes back in the next round
+            else:
+                self.outcomes[item.key] = outcome
+            scored = outcome is not None and outcome.state == DONE
+            doubt = self._doubt(item) if scored else ""
+            for other in queue.finished(item, scored=scored and not doubt):
+                if doubt:
+                    self.outcomes[other.key] = Outcome(other.cell.label, FAILED, f"refused: {doubt}")
+                elif outcome is not None:
+                    reason = f"its base model was not scored ({outcome.reason})"
+                    self.outcomes[other.key] = Outcome(other.cell.label, outcome.state, reason)
+        if self.fail_fast and outcome is not None and outcome.state == FAILED:
+            self._no_more = True
 
     def _doubt(self, item: PlanItem) -> str:
         """Why no cell of the base model that was just scored may be trained: its scores are not the published ones."""
@@ -233,8 +255,14 @@ class Runner:
             self.say(f"{item.cell.label}: {doubt}")
         return doubt
 
-    def _cell(self, slot: Slot, item: PlanItem) -> Outcome | None:
+    def _cell(self, slot: Slot, item: PlanItem, together: Pass) -> Outcome | None:
         """Claim, run and record one cell. None: it failed of a cause that is tried again."""
+        try:
+            return self._claimed(slot, item, together)
+        finally:
+            together.leave(item.key)
+
+    def _claimed(self, slot: Slot, item: PlanItem, together: Pass) -> Outcome | None:
         label = item.cell.label
         claim = self.store.claim(item.key, self.holder)
         if claim is None:
@@ -252,7 +280,7 @@ class Runner:
         try:
             self.store.note(claim, tracking_run=run_id)
             with holding(self.store, claim) as lost:
-                failed = self._stages(slot, item, claim, run_id, lost)
+                failed = self._stages(slot, item, claim, run_id, lost, together)
             self.tracker.log_files(run_id, self._files(claim, item.train and failed is not None), FILES)
             if failed is None:
                 raise StageFailed("preempted", f"it was stopped: {self._why_stopped()}")
@@ -278,7 +306,9 @@ class Runner:
             log.warning("files of %s are not here: %s", claim.blob, error)
             return self.store.folder(claim)
 
-    def _stages(self, slot: Slot, item: PlanItem, claim: Claim, run_id: str, lost: Event) -> dict[str, str] | None:
+    def _stages(
+        self, slot: Slot, item: PlanItem, claim: Claim, run_id: str, lost: Event, together: Pass
+    ) -> dict[str, str] | None:
         """Convert, train and evaluate as the plan says. Returns tasks that failed, with reasons; None when stopped."""
         cell = item.cell
         divergence = Divergence(self.prune) if self.prune else None
@@ -289,60 +319,65 @@ class Runner:
         halt = _Any(self.stop.is_set, lost.is_set, self.cancelled, _NowAndThen(lambda: not self.store.holds(claim)))
         diverged = _Any(halt.is_set, lambda: bool(progress.diverged))
 
-        def stage(name: str, *arguments: Any, stop: Event = halt, watch: Watch = lambda _said: None) -> Any:
+        def timed(name: str, work: Callable[[], Any], share: int = 1) -> Any:
             started = time.monotonic()
-
-            def on_progress(said: dict[str, Any]) -> None:
-                watch(said)
-                progress(said)
-
             try:
-                return STAGES[name](name, cell.label, lambda: slot.call(
-                    name, cell, claim, *arguments, stop=stop, attempt=claim.attempt,
-                    on_progress=on_progress,
-                ))  # fmt: skip
+                return work()
             finally:
                 with self._lock:
-                    self.seconds[name] += time.monotonic() - started
+                    self.seconds[name] += (time.monotonic() - started) / share
 
-        started = time.monotonic()
-        slot.start(cell.base, halt)
-        self._has_room()
-        with self._lock:
-            self.seconds["worker start"] += time.monotonic() - started
+        def on_progress(said: dict[int, dict[str, Any]]) -> None:
+            if claim.attempt in said:
+                progress(said[claim.attempt])
+
+        def stage(name: str, *arguments: Any) -> Any:
+            call = lambda: slot.call(  # noqa: E731
+                name, cell, claim, *arguments, stop=halt, attempts=[claim.attempt], on_progress=on_progress
+            )
+            timed("worker start", lambda: slot.start(cell.base, halt))
+            self._has_room()
+            return timed(name, lambda: STAGES[name](name, cell.label, call))
+
+        num_together = 1
         if item.train and cell.train is not None:
             failures = queries.attempts_at(self.store, item.key).failures
             micro_batch = retries.micro_batch(cell.train.batch_size // max(1, int(self.placement.num_gpus)), failures)
-            stage("convert")
-            with self._warmth.around_training(slot, halt) as watch:
-                found = stage("train", micro_batch, stop=diverged, watch=watch)
+            with together.turn:
+                stage("convert")
+            member = Member(cell, claim, micro_batch, diverged, progress)
+            num_together = together.meet(member)
+            train = lambda: STAGES["train"]("train", cell.label, lambda: together.train(member))  # noqa: E731
+            found = timed("train", train, share=num_together)
             if found is None and progress.diverged:
                 raise StageFailed("pruned", progress.diverged)
             if found is None:
                 return None
             progress.trained(cell, found)
             rate = found.get("training", {}).get("tokens_per_second")
-            if rate:
+            if rate and num_together == 1:  # a pass says nothing of a cell alone
                 queries.measure(self.store, throughput_name(self.machine, cell), float(rate) / found["training"].get("ranks", 1))
             if step := self._step_bytes(cell, found):
                 queries.measure(self.store, step_bytes_name(self.machine, cell), step)
         if halt.is_set():
             return None
-        measured = stage("evaluate", item.tasks, item.train)
+        with together.turn:
+            # after others of the pass it may be another process, on another node
+            measured = stage("evaluate", item.tasks, item.train and num_together == 1)
+            if measured is not None and not slot.call("settle"):
+                slot.close()
         if measured is None:
             return None
         scores, failed = measured
         base = [] if cell.is_base else queries.scores_of(self.store, [cell.base_of().train_key])
         self.tracker.log_scores(run_id, cell, scores, base=[score for _, _, score in base])
         progress.scored(scores)
-        if not slot.call("settle"):
-            slot.close()
         return failed
 
     def _step_bytes(self, cell: Cell, found: dict[str, Any]) -> float | None:
         """What a sequence of a finished training took above model and optimiser, for later plans; on a GPU, where it is known."""
         training = found["training"]
-        whole = training.get("ranks", 1) == 1 and not training.get("activation_checkpointing")
+        whole = training.get("ranks", 1) == training.get("cells", 1) == 1 and not training.get("activation_checkpointing")
         if cell.train is None or not self.placement.num_gpus or not training.get("micro_batch") or not whole:
             return None
         model = train_memory(resolve(cell.base).shape, cell.recipe, cell.train, self.placement, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Event
 from typing import Any
 
@@ -101,10 +101,11 @@ class Slot:
         stage: str,
         *arguments: Any,
         stop: Event | None = None,
-        attempt: int = 0,
-        on_progress: Callable[[dict[str, Any]], None] | None = None,
+        attempts: Sequence[int] = (),
+        on_progress: Callable[[dict[int, dict[str, Any]]], None] | None = None,
     ) -> Any:
-        """Run a stage and wait, handing on its progress every second. ``stop``: ask ``attempt`` to save and return.
+        """Run a stage and wait, handing on its progress (by attempt) every second. ``stop``: ask ``attempts`` to save and
+        return.
 
         Raises StageFailed with the cause: ``preempted`` (its node is gone), ``crash`` (its process died on a living
         node), or what its exception stands for; ClaimLost from ``on_progress``, after asking the stage to stop.
@@ -123,15 +124,19 @@ class Slot:
                     return all(results) if stage == "settle" else results[0]
                 if stop is not None and stop.is_set() and not asked_at:
                     asked_at = time.monotonic()
-                    self._group.call("stop", attempt)
+                    self.stop(*attempts)
                 if asked_at and time.monotonic() - asked_at > STOP_SECONDS:
                     self.close()
                     raise StageFailed("preempted", f"{stage} was asked to stop and did not within {STOP_SECONDS:.0f} s")
         except ClaimLost:  # noticed while its progress was written down
-            self._group.call("stop", attempt)
+            self.stop(*attempts)
             raise
         except ray.exceptions.RayError as error:
             raise self._failure(stage, *self._group.failure(references, error)) from None
+
+    def stop(self, *attempts: int) -> None:
+        """Ask these attempts at the running stage to save and return."""
+        self._group.call("stop", *attempts)
 
     def _failure(self, stage: str, whose: str, error: Any) -> StageFailed:
         """What an error of the workers stands for; ends them when they cannot be used again. whose: names the rank."""

@@ -21,6 +21,7 @@ from prefect.states import Cancelled, Completed, Failed, State
 from flows import notify as notifications
 from flows.cluster import Capacity, check_feasible, cluster
 from flows.dead import bury
+from flows.passes import check_pass
 from flows.progress import Forgiving
 from flows.reporting import publish_report, publish_table
 from flows.runner import DONE, PRUNED, Outcome, Runner, run_stage
@@ -73,6 +74,7 @@ def sweep(
     workers: int | None = None,
     checkpoint_minutes: float | None = None,
     max_gpu_hours: float | None = None,
+    cells_per_pass: int = 1,
     fail_fast: bool = False,
     prune: float | None = None,
     priority: float | None = None,
@@ -82,7 +84,9 @@ def sweep(
     """Run a sweep. ``sweeps.request.HELP`` says what the parameters mean; None is the grid's default.
 
     gpus: of one cell; default one where there is one; 0.25: four cells share a card. workers: cells at work at a time;
-    default as many as GPUs allow, without GPUs one a node.
+    default as many as GPUs allow, without GPUs one a node. cells_per_pass: so many cells of a base model that differ in
+    nothing but their recipe train over the same batches at a time, in one process; pays for objective layerwise and for
+    small models on a GPU.
     checkpoint_minutes: between checkpoints; default 2, on a CPU a quarter of a minute. accept_base_scores: train although
     a full score of a base model is not the published one (it is refused otherwise). notify: the Prefect block that is
     told of the end (secret/NAME, webhook/NAME, slack-webhook/NAME).
@@ -100,6 +104,7 @@ def sweep(
         spec = pin(build(grid, **given))
         if prune is not None:
             Divergence(prune)
+        check_pass(cells_per_pass, gpus)
         store = Store()
         tracker = prepare(grid)
         bury(store, tracker, say)
@@ -118,7 +123,7 @@ def sweep(
         if plan.refusal:
             raise ValueError(f"refused: {plan.refusal}")
         run = _prepare(plan, spec, store, tracker, workers or _places(machine, placement, capacity), fail_fast)
-        run.prune, run.accept_base_scores = prune, accept_base_scores
+        run.prune, run.accept_base_scores, run.cells_per_pass = prune, accept_base_scores, cells_per_pass
         if priority is not None:
             priorities.put(store, run.sweep_id, priority)
         this = FlowRun(id=str(runtime.flow_run.id), sweep_id=run.sweep_id, tracking_run=run.parent)

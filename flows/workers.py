@@ -12,8 +12,9 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,16 @@ class _Stopped(Exception):
     """The evaluation was asked to stop between two tasks."""
 
 
+@dataclasses.dataclass
+class _Work:
+    """An attempt at work: what it said last, and its mirror of the checkpoints when the blobs are at a URL."""
+
+    claim: Claim
+    folder: Path
+    said: dict[str, Any]
+    mirror: Mirror | None = None
+
+
 class Worker:
     """Stages of cells on one device. Calls come one at a time; ``progress`` and ``stop`` also while a stage runs.
 
@@ -49,11 +60,9 @@ class Worker:
         logging.getLogger().setLevel(logging.INFO)
         self.store, self.placement, self.rank, self.size = store, placement, rank, size
         self.bench = stages.Bench(placement.device, placement.source)
-        self._attempt, self._told = 0, -1  # the attempt at work, and the one that was told to stop
+        self._work: list[_Work] = []  # one; several of cells that train in one pass
+        self._told: set[int] = set()  # attempts that were told to stop
         self._lock = threading.Lock()
-        self._progress: dict[str, Any] = {}
-        self._folder = Path()
-        self._mirror: Mirror | None = None  # of the checkpoints, when the blobs are at a URL
         self._sampled_at = -SAMPLE_SECONDS
         self._published = 0  # files of compiled kernels
         self._allocated: int | None = None  # bytes on the GPU after the base model was loaded
@@ -94,33 +103,70 @@ class Worker:
 
     def convert(self, cell: Cell, claim: Claim) -> dict[str, Any]:
         """Linearize; see ``stages.convert``."""
-        folder = self.store.folder(claim)
-        with self._stage("convert", cell, claim):
+        with self._stage("convert", (cell, claim)) as (work,):
             self._load(cell)
-            return stages.convert(cell, folder, self.bench)
+            return stages.convert(cell, work.folder, self.bench)
 
     def train(self, cell: Cell, claim: Claim, micro_batch: int | None) -> dict[str, Any] | None:
         """Train from the newest checkpoint of any attempt and publish. Returns the provenance; None when stopped.
 
         Raises ClaimLost when someone else took the cell over: nothing is published then.
         """
-        folder = self.store.folder(claim)
-        placement = dataclasses.replace(self.placement, micro_batch=micro_batch)
-        with self._stage("train", cell, claim):
-            if self.rank == 0:
-                self._adopt(claim, folder)
-            mirror = mirrored(self.store.blobs, claim.blob) if self.rank == 0 else nullcontext()
+        with self._stage("train", (cell, claim)) as (work,):
             try:
-                with mirror as self._mirror:
+                with self._checkpoints(work):
                     found = stages.train(
-                        cell, folder, self.bench, placement, on_progress=self._on_progress, should_stop=self._told_to_stop
-                    )
+                        cell, work.folder, self.bench, self._placement(micro_batch),
+                        on_progress=self._on_progress, should_stop=self._told_to_stop,
+                    )  # fmt: skip
             except Interrupted:
                 return None
-            if self.rank == 0:
-                self.store.publish(claim, cell, found)
-                self.store.blobs.drop_checkpoints(claim.key)
+            self._publish(cell, claim, found)
         return found
+
+    def train_together(
+        self, cells: Sequence[tuple[Cell, Claim]], micro_batch: int | None
+    ) -> list[dict[str, Any] | StageFailed | None]:
+        """``train`` of several cells in one pass, each published by itself; how a cell failed stands in its place."""
+        with self._stage("train", *cells) as works:
+            with self._checkpoints(*works):
+                results = stages.train_together(
+                    [cell for cell, _ in cells], [work.folder for work in works], self.bench, self._placement(micro_batch),
+                    on_progress=self._on_progress, should_stop=self._told_to_stop,
+                    leaves=lambda i: works[i].claim.attempt in self._told,
+                )  # fmt: skip
+            return [self._ended(cell, work, result) for (cell, _), work, result in zip(cells, works, results)]
+
+    def _ended(self, cell: Cell, work: _Work, result: dict[str, Any] | Exception) -> dict[str, Any] | StageFailed | None:
+        """A cell's result, published; None when it was stopped, StageFailed when it or its publication failed."""
+        if isinstance(result, Interrupted):
+            return None
+        try:
+            if isinstance(result, Exception):
+                raise result
+            self._publish(cell, work.claim, result)
+        except Exception as error:
+            log.exception("train %s failed", cell.label)
+            return _failure(error, work.folder, traceback.format_exc())
+        return result
+
+    def _placement(self, micro_batch: int | None) -> Placement:
+        return dataclasses.replace(self.placement, micro_batch=micro_batch)
+
+    @contextmanager
+    def _checkpoints(self, *works: _Work) -> Iterator[None]:
+        """Around training: the newest of earlier attempts are there, and with blobs at a URL new ones go to it."""
+        with ExitStack() as stack:
+            if self.rank == 0:
+                for work in works:
+                    self._adopt(work.claim, work.folder)
+                    work.mirror = stack.enter_context(mirrored(self.store.blobs, work.claim.blob))
+            yield
+
+    def _publish(self, cell: Cell, claim: Claim, found: dict[str, Any]) -> None:
+        if self.rank == 0:
+            self.store.publish(claim, cell, found)
+            self.store.blobs.drop_checkpoints(claim.key)
 
     def _adopt(self, claim: Claim, folder: Path) -> None:
         """The newest checkpoint of earlier attempts, on this node or, with remote blobs, on any."""
@@ -140,7 +186,7 @@ class Worker:
         folder = self.store.folder(claim)
         put = lambda task, found: self.store.put_scores(claim, keys[task], found)  # noqa: E731
         source = folder if trained_here or cell.is_base else self.store.published_folder(cell.train_key)
-        with self._stage("evaluate", cell, claim):
+        with self._stage("evaluate", (cell, claim)):
             self._load(cell)
             try:
                 scores, failed = stages.evaluate(
@@ -156,7 +202,7 @@ class Worker:
         """Back to the bare base model. False when GPU memory did not come back: the process should be replaced."""
         if self.bench.base:
             self.bench.base_model(self.bench.base)
-        self._progress = {}
+        self._work = []
         gc.collect()
         if self._allocated is None:
             return True
@@ -171,25 +217,34 @@ class Worker:
         return ray.get_runtime_context().get_node_id()
 
     @ray.method(concurrency_group="control")
-    def progress(self) -> dict[str, Any]:
-        """What the running stage said last, ``rows``: the training curve since the last call, and now and then ``system``."""
+    def progress(self) -> dict[int, dict[str, Any]]:
+        """By attempt, what the running stage said last, ``rows``: the training curve since the last call, and now and then
+        ``system``."""
         with self._lock:
-            said, self._progress = self._progress, {**self._progress, "rows": []}
-        if said.get("stage") == "train" and said["rows"]:
-            kept = self._mirror.tokens if self._mirror else saved_tokens(self._folder)
-            said = {**said, "checkpoint_tokens": kept}
-        if said and time.monotonic() - self._sampled_at >= SAMPLE_SECONDS:
+            works = self._work
+            found = {work.claim.attempt: work.said for work in works}
+            for work in works:
+                work.said = {**work.said, "rows": []}
+        more: dict[str, Any] = {}
+        if works and time.monotonic() - self._sampled_at >= SAMPLE_SECONDS:
             self._sampled_at = time.monotonic()
-            said = {**said, "system": system_metrics.sample()}
-        return said
+            more = {"system": system_metrics.sample()}
+        for work in works:
+            said = found[work.claim.attempt]
+            if said["stage"] == "train" and said["rows"]:
+                kept = work.mirror.tokens if work.mirror else saved_tokens(work.folder)
+                said = {**said, "checkpoint_tokens": kept}
+            found[work.claim.attempt] = {**said, **more}
+        return found
 
     @ray.method(concurrency_group="control")
-    def stop(self, attempt: int) -> None:
-        """Ask this attempt's stage to save what it has and return; the attempts after it are not touched."""
-        self._told = attempt
+    def stop(self, *attempts: int) -> None:
+        """Ask these attempts' stage to save what it has and return; the attempts after them are not touched."""
+        self._told |= set(attempts)
 
     def _told_to_stop(self) -> bool:
-        return self._told == self._attempt
+        """Whether all that are at work are told to."""
+        return self._told.issuperset(work.claim.attempt for work in self._work)
 
     def _any_told_to_stop(self) -> bool:
         """The same of all ranks together: none goes on to a task that another leaves out."""
@@ -200,27 +255,31 @@ class Worker:
         return ranks.current().any(self._told_to_stop())
 
     @contextmanager
-    def _stage(self, name: str, cell: Cell, claim: Claim) -> Iterator[None]:
-        """What a stage logs, and the exception it ends with, are kept in the attempt's log. Raises StageFailed."""
-        self._progress = {"stage": name, "rows": []}
-        if self._attempt != claim.attempt:
+    def _stage(self, name: str, *cells: tuple[Cell, Claim]) -> Iterator[list[_Work]]:
+        """What a stage logs, and the exception it ends with, are kept in the attempts' logs. Raises StageFailed."""
+        before = {work.claim.attempt for work in self._work}
+        works = [_Work(claim, self.store.folder(claim), {"stage": name, "rows": []}) for _, claim in cells]
+        if not before.issuperset(work.claim.attempt for work in works):
             self._sampled_at = -SAMPLE_SECONDS
-        self._attempt, self._folder = claim.attempt, self.store.folder(claim)
-        with stages.log_tail(self._folder, f"log-rank{self.rank}.txt" if self.rank else "log.txt"):
-            log.info("%s %s in process %d", name, cell.label, os.getpid())
+        with self._lock:
+            self._work = works
+        labels = ", ".join(cell.label for cell, _ in cells)
+        with ExitStack() as stack:
+            for work in works:
+                stack.enter_context(stages.log_tail(work.folder, f"log-rank{self.rank}.txt" if self.rank else "log.txt"))
+            log.info("%s %s in process %d", name, labels, os.getpid())
             try:
-                yield
+                yield works
             except Exception as error:
-                log.exception("%s %s failed", name, cell.label)
-                reason = f"{type(error).__name__}: {error}"
-                raise StageFailed(cause_of(error), reason, log_tail=read_tail(self._folder)) from error
+                log.exception("%s %s failed", name, labels)
+                raise _failure(error, works[0].folder) from error
 
     def _on_progress(self, said: dict[str, Any]) -> None:
         if said["stage"] == "evaluate" and self._any_told_to_stop():
             raise _Stopped
         with self._lock:
-            rows = [*self._progress.get("rows", []), *([said] if "tokens_seen" in said else [])]
-            self._progress = {**said, "rows": rows}
+            work = self._work[said.pop("cell", 0)]
+            work.said = {**said, "rows": [*work.said["rows"], *([said] if "tokens_seen" in said else [])]}
 
     def _load(self, cell: Cell) -> None:
         if self.bench.holds(cell):
@@ -232,6 +291,10 @@ class Worker:
             if self.placement.num_gpus < 1:  # the others on this card have theirs
                 torch.cuda.set_per_process_memory_fraction(self.placement.num_gpus)
             self._allocated = torch.cuda.memory_allocated()
+
+
+def _failure(error: Exception, folder: Path, traceback: str = "") -> StageFailed:
+    return StageFailed(cause_of(error), f"{type(error).__name__}: {error}", traceback, log_tail=read_tail(folder))
 
 
 def _earlier(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,7 +88,10 @@ class Memory:
 
 
 class Cell:
-    """One cell of a run: its model, optimiser, folder and curve, and how it stands."""
+    """One cell of a run: its model, optimiser, folder and curve, and how it stands.
+
+    start: the step that its newest checkpoint goes on from. Cells that have come further wait there for the others.
+    """
 
     def __init__(self, index: int, model: Any, settings: TrainSettings, folder: Path, identity: dict[str, Any]) -> None:
         self.index, self.folder, self.curve = index, folder, Curve(folder)
@@ -99,14 +102,28 @@ class Cell:
         )
         self.trainee = Trainee(model, optimizer)
         self.loss: float | None = None
-        self.error: NonFiniteError | None = None
+        self.error: NonFiniteError | Interrupted | None = None
+        self.start = 0
+        self.resumed_from: int | None = None
+        self.seconds_before = 0.0
+        self.saved: Path | None = None  # the newest checkpoint
 
-    def restore(self, found: checkpoint.Checkpoint) -> None:
-        """Go back to a checkpoint of this cell."""
-        tensors = found.tensors()
+    def restore(self) -> tuple[int, int | None, float]:
+        """Go back to the newest complete checkpoint. Returns steps done, the same or None without one, and seconds before."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        complete = checkpoint.complete(self.folder)
+        for one in complete:
+            checkpoint.check_identity(one, self.identity)
+        if not complete:
+            self.curve.keep(0)
+            return 0, None, 0.0
+        newest = complete[-1]
+        tensors = newest.tensors()
         self.trainee.optimizer.restore(tensors)
         checkpoint.restore_random_states(tensors)
-        self.loss = found.state["loss"]
+        self.loss, self.saved = newest.state["loss"], newest.path
+        self.curve.keep(newest.step)
+        return newest.step, newest.step, newest.state["seconds"]
 
 
 class Run:
@@ -125,7 +142,9 @@ class Run:
         checkpoint_seconds: float,
         on_progress: Progress,
         should_stop: Callable[[], bool],
+        leaves: Callable[[int], bool] | None,
     ) -> None:
+        self.leaves = leaves
         self.settings, self.data, self.seed = settings, data, seed
         self.checkpoint_seconds, self.on_progress, self.should_stop = checkpoint_seconds, on_progress, should_stop
         self.ranks = current()
@@ -143,18 +162,22 @@ class Run:
         }
         self.cells = [Cell(i, m, settings, f, identity) for i, (m, f) in enumerate(zip(models, folders))]
         self.step = 0  # steps done
-        self.resumed_from: int | None = None
-        self.seconds_before = self.seconds_to_first_step = 0.0
+        self.seconds_to_first_step = 0.0
         self._window: list[tuple[int, list[Cell], Tensor]] = []  # steps whose numbers the host has not read
         self._started = self._window_started = self._saved_at = time.monotonic()
 
     @property
-    def active(self) -> list[Cell]:
-        """Cells that have not failed."""
+    def left(self) -> list[Cell]:
+        """Cells that have neither failed nor been stopped."""
         return [cell for cell in self.cells if cell.error is None]
 
-    def run(self) -> list[TrainResult | NonFiniteError]:
-        """Train to the end. Raises as ``linear_core.train.train`` does, but hands NonFiniteError back in its cell's place."""
+    @property
+    def active(self) -> list[Cell]:
+        """Those of them that are to make this step."""
+        return [cell for cell in self.left if cell.start <= self.step]
+
+    def run(self) -> list[TrainResult | NonFiniteError | Interrupted]:
+        """Train to the end. Raises as ``linear_core.train.train_cells`` does."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._resume()
@@ -165,17 +188,20 @@ class Run:
         return [cell.error or self._result(cell) for cell in self.cells]
 
     def _save_results(self) -> None:
-        for cell in self.active:
+        for cell in self.left:
             save_new_parameters(cell.trainee.model, cell.folder / PARAMETERS)
 
     def _all_steps(self) -> None:
         for name, first, end in self._phases():
-            if self.step < end and self.active:
+            if self.step < end and self.left:
                 objective = make_objective(name)
-                models = [cell.trainee.model for cell in self.active]
+                models = [cell.trainee.model for cell in self.left]
                 self.memory.fit(lambda rows: objective.prepare(models, self._whole_batch(first), rows))  # noqa: B023
-                while self.step < end and self.active:
-                    self._one_step(objective)
+                while self.step < end and self.left:
+                    if self.active:
+                        self._one_step(objective)
+                    else:  # those that were behind are out
+                        self.step = min(cell.start for cell in self.left)
                 self._read(objective)
 
     def tokens_seen(self, steps: int) -> int:
@@ -202,7 +228,12 @@ class Run:
 
     def _one_step(self, objective: Objective) -> None:
         if self.ranks.size > 1 and self.ranks.any(self.should_stop()):
-            self._interrupt(objective)
+            self._interrupt(self.left, objective)
+        if self.leaves:
+            leaves = self.leaves
+            self._interrupt([cell for cell in self.left if self.ranks.any(leaves(cell.index))], objective)
+        if not self.active:
+            return
         should_stop = self.should_stop if self.ranks.size == 1 else lambda: False
         cells, batch = self.active, self._batch(self.step)
         for cell in cells:
@@ -211,7 +242,8 @@ class Run:
         try:
             numbers = self.memory.fit(lambda rows: self.fast_step(trainees, objective, batch, rows, should_stop))
         except Stopped:
-            self._interrupt(objective)
+            self._interrupt(self.left, objective)
+            return
         self._window.append((self.step, cells, numbers))
         self.step += 1
         if not self.seconds_to_first_step:
@@ -266,47 +298,42 @@ class Run:
         self.on_progress({**progress, "cell": cell.index, **row})
 
     def _resume(self) -> None:
-        """Go on from the last step that every cell has a complete checkpoint of. Rank 0 reads it, the others follow."""
-        self.step, self.resumed_from, self.seconds_before = self.ranks.on_first(self._restore)
-        if self.resumed_from is not None:
-            logger.info("going on from step %d of %d", self.step, self.settings.num_steps)
-        for cell in self.cells:
+        """Each cell goes on from its own newest checkpoint, the run from the oldest of these. Rank 0 reads, the others follow."""
+        found = self.ranks.on_first(lambda: [cell.restore() for cell in self.cells])
+        for cell, restored in zip(self.cells, found):
+            cell.start, cell.resumed_from, cell.seconds_before = restored
             self.ranks.spread(cell.trainee.optimizer.tensors().values())
+            if cell.resumed_from is not None:
+                logger.info("%s goes on from step %d of %d", cell.folder, cell.start, self.settings.num_steps)
+        self.step = min(cell.start for cell in self.cells)
 
-    def _restore(self) -> tuple[int, int | None, float]:
-        """Reads checkpoints back. Returns steps done, the same or None when there was none, and seconds before."""
-        for cell in self.cells:
-            cell.folder.mkdir(parents=True, exist_ok=True)
-        found = [{c.step: c for c in checkpoint.complete(cell.folder)} for cell in self.cells]
-        for cell, checkpoints in zip(self.cells, found):
-            for one in checkpoints.values():
-                checkpoint.check_identity(one, cell.identity)
-        common = set.intersection(*(set(checkpoints) for checkpoints in found))
-        step = max(common, default=0)
-        for cell, checkpoints in zip(self.cells, found):
-            if common:
-                cell.restore(checkpoints[step])
-            cell.curve.keep(step)
-        return (step, step, found[0][step].state["seconds"]) if common else (0, None, 0.0)
-
-    def _save(self) -> Path | None:
-        """A checkpoint of every active cell, whose numbers have all been read. Returns the path of the first, if any."""
-        paths = self.ranks.on_first(lambda: [self._save_cell(cell) for cell in self.active])
+    def _save(self) -> None:
+        """A checkpoint of every active cell, whose numbers have all been read."""
+        self._save_cells(self.active)
         self._saved_at = time.monotonic()
-        return paths[0] if paths else None
+
+    def _save_cells(self, cells: Sequence[Cell]) -> None:
+        paths = self.ranks.on_first(lambda: [self._save_cell(cell) for cell in cells])
+        for cell, path in zip(cells, paths):
+            cell.saved = path
 
     def _save_cell(self, cell: Cell) -> Path:
         state = {
             "identity": cell.identity,
             "tokens_seen": self.tokens_seen(self.step),
-            "seconds": self.seconds_before + time.monotonic() - self._started,
+            "seconds": cell.seconds_before + time.monotonic() - self._started,
             "loss": cell.loss,
         }
         return checkpoint.save(cell.folder, self.step, cell.trainee.optimizer.tensors(), state)
 
-    def _interrupt(self, objective: Objective) -> NoReturn:
-        self._read(objective)
-        raise Interrupted(self.step, self._save() if self.step else None)
+    def _interrupt(self, cells: Sequence[Cell], objective: Objective) -> None:
+        """Take cells out that are told to stop, saved."""
+        if cells:
+            self._read(objective)
+            out = [cell for cell in cells if cell.error is None]  # the last steps may have failed
+            self._save_cells([cell for cell in out if 0 < self.step >= cell.start])
+            for cell in out:
+                cell.error = Interrupted(max(self.step, cell.start), cell.saved)
 
     def _result(self, cell: Cell) -> TrainResult:
         sitting = time.monotonic() - self._started
@@ -317,8 +344,8 @@ class Run:
             steps=self.step,
             tokens_seen=seen,
             loss=cell.loss,
-            seconds=self.seconds_before + sitting,
-            tokens_per_second=(seen - self.tokens_seen(self.resumed_from or 0)) / sitting,
+            seconds=cell.seconds_before + sitting,
+            tokens_per_second=(seen - self.tokens_seen(cell.start)) / sitting,
             seconds_to_first_step=self.seconds_to_first_step,
             micro_batch=self.memory.micro_batch,
             accumulation=math.ceil(self.settings.batch_size / self.ranks.size / self.memory.micro_batch),
@@ -326,7 +353,8 @@ class Run:
             peak_memory=max(
                 self.ranks.gather(lambda: torch.cuda.max_memory_allocated(self.device) if on_gpu else resident)
             ),
-            resumed_from=self.resumed_from,
+            resumed_from=cell.resumed_from,
+            cells=len(self.cells),
             ranks=self.ranks.size,
             sharded=self.sharded,
         )

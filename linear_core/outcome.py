@@ -46,7 +46,8 @@ class TrainResult:
     the layers whose activations were recomputed. peak_memory: bytes, allocated
     on the GPU or resident in the process, of the rank that took most. resumed_from: steps done before the last sitting,
     None for a fresh start. ranks: processes that trained together; sharded: whether the frozen weights were spread over
-    them. micro_batch × accumulation × ranks is the batch size or a little more.
+    them. micro_batch × accumulation × ranks is the batch size or a little more. cells: that trained in the same pass, whose
+    time and memory these numbers are.
     """
 
     steps: int
@@ -62,3 +63,4 @@ class TrainResult:
     resumed_from: int | None = None
     ranks: int = 1
     sharded: bool = False
+    cells: int = 1

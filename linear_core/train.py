@@ -58,7 +58,7 @@ def train(
         [model], settings, data, folders=[folder], seed=seed, micro_batch=micro_batch, should_stop=should_stop,
         checkpoint_activations=checkpoint_activations, checkpoint_minutes=checkpoint_minutes, on_progress=on_progress,
     )  # fmt: skip
-    if isinstance(result, NonFiniteError):
+    if isinstance(result, Exception):
         raise result
     return result
 
@@ -75,30 +75,35 @@ def train_cells(
     checkpoint_minutes: float = 5.0,
     on_progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> list[TrainResult | NonFiniteError]:
+    leaves: Callable[[int], bool] | None = None,
+) -> list[TrainResult | NonFiniteError | Interrupted]:
     """Train several cells of one base model on the same batches, each with its own clip norm, optimiser and folder.
 
     models: twins over the same frozen weights (linear_core.layerwise.twins), each converted by its own recipe; under
-    ``layerwise`` one forward of the base serves them all. A cell gets what it would get alone. One whose loss is not
-    finite drops out and its error stands in its place; the rest is as in ``train``. Rows of on_progress have a ``cell``.
+    ``layerwise`` one forward of the base serves them all. A cell gets what it would get alone: one whose checkpoint is
+    further on waits until the others have come so far. One whose loss is not finite, or that is told to stop, drops out
+    and its error stands in its place. leaves: asked before every step whether this cell (its index) is told to;
+    should_stop: whether all are. Rows of on_progress have a ``cell``. The rest is as in ``train``.
     """
     ranks = current()
     check_share(settings, ranks, sharded=is_sharded(models[0]))
     share = settings.batch_size // ranks.size
     chosen = [i for i, model in enumerate(models) if new_parameters(model)]
-    results: list[TrainResult | NonFiniteError] = [
+    results: list[TrainResult | NonFiniteError | Interrupted] = [
         _nothing_to_train(m, Path(f), ranks) for m, f in zip(models, folders)
     ]
     if not chosen:
         return results
+    tell = on_progress or (lambda _row: None)
     on_gpu = models[0].device.type == "cuda"
     with _told_to_stop() as told, torch.random.fork_rng(devices=[models[0].device] if on_gpu else []):
         torch.manual_seed(seed)
         run = Run(
             [models[i] for i in chosen], settings, data, [Path(folders[i]) for i in chosen], seed,
             micro_batch=min(micro_batch or share, share), recomputed=checkpoint_activations,
-            checkpoint_seconds=60 * checkpoint_minutes, on_progress=on_progress or (lambda _row: None),
+            checkpoint_seconds=60 * checkpoint_minutes, on_progress=lambda row: tell({**row, "cell": chosen[row["cell"]]}),
             should_stop=lambda: told.is_set() or (should_stop is not None and should_stop()),
+            leaves=leaves and (lambda i: leaves(chosen[i])),
         )  # fmt: skip
         try:
             for i, result in zip(chosen, run.run()):

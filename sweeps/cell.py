@@ -96,6 +96,11 @@ class Cell:
         return self.train.backbone if self.train else "full"
 
     @property
+    def batches(self) -> tuple[Any, ...]:
+        """Base model, text, settings and seed: cells that have these in common may train in one pass over the same batches."""
+        return self.base, self.revision, self.train, self.data, self.seed
+
+    @property
     def label(self) -> str:
         """For people, e.g. ``smollm2-135m gdn 56+8 conv s1``; ``smollm2-135m base`` for the unconverted model."""
         return self._named(self.base_label)

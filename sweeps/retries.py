@@ -69,6 +69,12 @@ def may_retry(failures: Mapping[str, int], cause: str) -> bool:
     return failures.get(cause, 0) <= RETRIES[cause]
 
 
+def must_be_alone(failures: Mapping[str, int]) -> bool:
+    """Whether a cell trains in a pass of its own: memory ran out, or its last try but for a process that may have died of
+    another cell of the pass."""
+    return bool(failures.get("oom", 0)) or failures.get("crash", 0) >= RETRIES["crash"]
+
+
 def exhausted(failures: Mapping[str, int], last_reason: str = "") -> str:
     """Why a cell must not run again without ``golinear retry``: "" when it may."""
     for cause, count in failures.items():

@@ -13,7 +13,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,19 @@ class Bench:
             convert(model, recipe, seed=cell.seed)
         return model
 
+    def together(self, cells: Sequence[Cell], folders: Sequence[Path]) -> list[Any]:
+        """As ``fresh`` for several cells of one base model at once: twins over the same weights, the first in place."""
+        from linear_core.convert import convert
+        from linear_core.layerwise import twins
+
+        base = self.base_model(cells[0].base, cells[0].backbone)
+        recipes = [self.resolved(cell, folder) for cell, folder in zip(cells, folders)]
+        models = [base, *twins(base, len(cells) - 1)]
+        self.train_key = "started " + cells[0].train_key
+        for model, recipe, cell in zip(models, recipes, cells):
+            convert(model, recipe, seed=cell.seed)
+        return models
+
     def resolved(self, cell: Cell, folder: Path | None = None) -> Recipe:
         """The cell's recipe with ``hardest:SHARE`` as a list of layers: the folder's, else measured on held-out text."""
         if not cell.recipe.softmax_layers.startswith("hardest"):
@@ -160,25 +173,62 @@ def train(
     Writes new_parameters.safetensors, curve.jsonl and provenance.json; returns the provenance (commit, versions,
     hardware, seconds, tokens per second, …). Raises ValueError for the base model, and as ``linear_core.train.train``.
     """
-    from linear_core.train import train as train_parameters
+    (found,) = train_together([cell], [folder], bench, placement, on_progress=on_progress, should_stop=should_stop)
+    if isinstance(found, Exception):
+        raise found
+    return found
 
-    if cell.train is None:
-        raise ValueError(f"{cell.label} is the base model: there is nothing to train")
+
+def train_together(
+    cells: Sequence[Cell],
+    folders: Sequence[Path],
+    bench: Bench,
+    placement: Placement | None = None,
+    *,
+    on_progress: Progress | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    leaves: Callable[[int], bool] | None = None,
+) -> list[dict[str, Any] | Exception]:
+    """As ``train`` for cells with the same ``batches``, in one pass over these (``linear_core.train.train_cells``).
+
+    A cell whose loss is not finite, or that was told to stop, has its exception in its place. Of ``train_seconds`` each
+    has those of the pass. Raises ValueError for cells that have other batches.
+    """
+    from linear_core.train import train_cells
+
+    first = cells[0]
+    if first.train is None:
+        raise ValueError(f"{first.label} is the base model: there is nothing to train")
+    if other := [cell.label for cell in cells if cell.batches != first.batches]:
+        raise ValueError(f"{', '.join(other)} cannot train with {first.label}: base, text, settings or seed differ")
     placement = placement or Placement(device=bench.device)
     started = time.perf_counter()
-    model = bench.model if bench.train_key == "started " + cell.train_key else bench.fresh(cell, folder)
-    result = train_parameters(
-        model, cell.train, bench.text(cell), folder=folder, seed=cell.seed, on_progress=on_progress, should_stop=should_stop,
-        micro_batch=placement.micro_batch, checkpoint_minutes=placement.checkpoint_minutes,
+    if len(cells) > 1:
+        models = bench.together(cells, folders)
+    else:
+        models = [bench.model if bench.train_key == "started " + first.train_key else bench.fresh(first, folders[0])]
+    text = bench.text(first)
+    bench.train_key = "in training"  # no longer at the start values
+    results = train_cells(
+        models, first.train, text, folders=folders, seed=first.seed, on_progress=on_progress,
+        should_stop=should_stop, leaves=leaves, micro_batch=placement.micro_batch,
+        checkpoint_minutes=placement.checkpoint_minutes,
     )  # fmt: skip
-    bench.train_key = cell.train_key
-    found = provenance(bench.device) | {
-        "new_parameters": _count_new(cell, model),
-        "train_seconds": time.perf_counter() - started,
-        "placement": dataclasses.asdict(placement),
-        "training": dataclasses.asdict(result),
-    }
-    _record(folder / "provenance.json", found)
+    found: list[dict[str, Any] | Exception] = []
+    for cell, folder, model, result in zip(cells, folders, models, results):
+        if isinstance(result, Exception):
+            found.append(result)
+            continue
+        came_of = provenance(bench.device) | {
+            "new_parameters": _count_new(cell, model),
+            "train_seconds": time.perf_counter() - started,
+            "placement": dataclasses.asdict(placement),
+            "training": dataclasses.asdict(result),
+        }
+        _record(folder / "provenance.json", came_of)
+        found.append(came_of)
+    if not isinstance(found[0], Exception):
+        bench.train_key = first.train_key
     return found
 
 

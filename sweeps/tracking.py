@@ -6,6 +6,7 @@ The store is migrated and the experiment made once (``prepare``) before anything
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -81,7 +82,7 @@ class Tracker:
         self.uri, self.experiment_id = uri, experiment_id
         self._client: Any = None
         self._base_models: dict[str, Any] = {}  # by key of the base model
-        self._base_models_lock = Lock()
+        self._lineage_lock = Lock()
 
     def __reduce__(self) -> Any:
         return Tracker, (self.uri, self.experiment_id)
@@ -138,6 +139,8 @@ class Tracker:
     ) -> str:
         """A child run for one attempt at a cell: every axis a flat parameter, the whole configuration an artifact, commit,
         lock hash and versions as tags, and what it is made from as inputs (``tasks``: with their data's source)."""
+        from mlflow.exceptions import MlflowException
+
         own = {"kind": "cell", "train_key": cell.train_key, "sweep_id": sweep_id, "mlflow.parentRunId": parent}
         if sweep_id:
             own[mlflow_view.member_tag(sweep_id)] = "yes"
@@ -145,11 +148,17 @@ class Tracker:
         run_id = self.client.create_run(self.experiment_id, run_name=cell.label, tags=started).info.run_id
         self.log_params(run_id, cell_params(cell))
         self.client.log_dict(run_id, {"train_key": cell.train_key, "inputs": cell.inputs}, "cell.json")
-        with self._base_models_lock:
+        with self._lineage_lock:
             base = cell.base_of().train_key
             if base not in self._base_models:
                 self._base_models[base] = lineage.base_model(self.client, self.experiment_id, cell)
-        self.client.log_inputs(run_id, datasets=lineage.datasets(cell, tasks), models=[self._base_models[base]])
+            log_inputs = functools.partial(
+                self.client.log_inputs, run_id, datasets=lineage.datasets(cell, tasks), models=[self._base_models[base]]
+            )
+            try:  # of two that log a new data set at once MLflow refuses one
+                log_inputs()
+            except MlflowException:  # another process was first: now it is there
+                log_inputs()
         return run_id
 
     def log_trained(self, run_id: str, cell: Cell, found: Mapping[str, Any]) -> None:

@@ -145,6 +145,33 @@ def test_a_cell_that_fails_leaves_the_others_alone(tmp_path):
     assert curve(folders[1]) == curve(tmp_path / "alone") and not (folders[0] / "curve.jsonl").exists()
 
 
+def test_cells_leave_a_pass_and_go_on_from_their_own_checkpoints(tmp_path):
+    data, recipes, folders = running.tokens(tmp_path), ("gdn 6+2", "gla 6+2", "hedgehog 6+2"), [tmp_path / c for c in "abc"]
+    rows = []
+
+    def train_all(**more):
+        base = tiny.base()
+        models = [convert(m, Recipe.parse(r), seed=3) for m, r in zip([base, *twins(base, 2)], recipes)]
+        return models, train_cells(models, SETTINGS, data, folders=folders, seed=1, on_progress=rows.append, **more)
+
+    def done(cell):
+        return sum(row["cell"] == cell for row in rows)
+
+    _, ended = train_all(leaves=lambda i: i == 0 and done(0) == 4, should_stop=lambda: done(2) == 7)
+    assert [(type(e), e.step, e.saved.name) for e in ended] == [
+        (Interrupted, 4, "step-00000004"), (Interrupted, 7, "step-00000007"), (Interrupted, 7, "step-00000007")
+    ]  # fmt: skip
+    rows.clear()
+    models, ended = train_all(leaves=lambda i: i == 1 and done(0) == 1)  # told while it waits for the first
+    assert isinstance(ended[1], Interrupted) and ended[1].step == 7 and ended[1].saved.name == "step-00000007"
+    assert [ended[0].resumed_from, ended[2].resumed_from] == [4, 7] and (done(0), done(1), done(2)) == (8, 0, 5)
+    for i in (0, 2):
+        alone = running.model(recipes[i])
+        train(alone, SETTINGS, data, folder=tmp_path / f"alone{i}", seed=1)
+        assert curve(folders[i]) == curve(tmp_path / f"alone{i}")
+        assert all(torch.equal(p, new_parameters(alone)[n]) for n, p in new_parameters(models[i]).items())
+
+
 def recomputed(model):
     """Share of the layers that are run again in the backward pass."""
     calls = [layer.forward for layer in model.model.layers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from sweep_helpers import pinned
 
+from flows.passes import check_pass
 from flows.queue import Queue
 from sweeps import priorities, retries
 from sweeps.grids import ablation
@@ -76,6 +78,36 @@ def test_urgent_cells_and_their_base_models_are_taken_first() -> None:
         queue.finished(item, scored=True)
     assert [item.cell.base for item in order[:2]] == ["qwen3-0.6b-base"] * 2 and order[1] is urgent
     assert order[-1] is next(item for item in items if item.key == items[1].key)
+
+
+def test_cells_with_the_same_batches_share_a_pass_and_no_slot_goes_without() -> None:
+    sweep = pinned(ablation("smollm2-135m", "gdn,gla,kgla,hedgehog,none", "56+8", "none", "1,2"))
+    items = [PlanItem(cell=cell, key=cell.train_key, action="run", train=not cell.is_base) for cell in sweep.cells]
+    first, further, urgent = items[1], items[3], items[9]
+    items[3] = dataclasses.replace(further, resume_tokens=4096)
+    seeds = [item.cell.seed for item in items]
+    assert seeds[1::2] == [1] * 5 and seeds[2::2] == [2] * 5, "five recipes of each seed"
+
+    def companions(num_slots: int, at_most: int) -> list[PlanItem]:
+        queue = Queue(items, num_slots)
+        queue.take()
+        queue.finished(items[0], scored=True)
+        assert queue.take() is first
+        return queue.companions(first, at_most, lambda item: item is not items[5], {urgent.key: 2})
+
+    assert companions(1, 9) == [urgent, items[7], items[3]], "the urgent first, the one that is far on last"
+    assert companions(1, 1) == [urgent] and companions(2, 9) == [urgent, items[7]] and companions(5, 9) == []
+
+
+def test_who_trains_alone() -> None:
+    assert not retries.must_be_alone({"preempted": 9, "crash": 1, "network": 2})
+    assert retries.must_be_alone({"oom": 1}) and retries.must_be_alone({"crash": 2})
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="≥ 1"):
+            check_pass(wrong, None)
+    with pytest.raises(ValueError, match="gpus=2"):
+        check_pass(2, 2)
+    check_pass(4, 0.5)
 
 
 def test_a_sweep_that_waits_for_a_place_outranks_lower_ones_for_a_while(store: Store) -> None:

@@ -86,6 +86,26 @@ def test_a_cell_from_base_to_scores_and_the_base_again(cells: list[Cell], text: 
     assert torch.equal(bench.trained(gdn, folder)(torch.arange(40)[None]).logits, trained)
 
 
+def test_cells_in_one_pass_get_what_they_get_alone(
+    model_folder: Path, text: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOLINEAR_CACHE", str(home / "cache"))
+    settings = dataclasses.replace(TRAIN, tokens=256, objective="layerwise:128,ce:128")
+    cells = pin(ablation(str(model_folder), "gdn,gla", "8+2", train=settings, source=text)).cells[1:]
+    together, alone = ([home / how / cell.recipe.mechanism for cell in cells] for how in ("together", "alone"))
+    bench = stages.Bench(source=text)
+    found = stages.train_together(cells, together, bench, on_progress=lambda row: row["cell"])
+    for cell, one, other, result in zip(cells, together, alone, found):
+        assert isinstance(result, dict) and result["training"]["cells"] == 2 and (one / "provenance.json").exists()
+        stages.train(cell, other, stages.Bench(source=text))
+        mine, its = load_file(one / stages.PARAMETERS), load_file(other / stages.PARAMETERS)
+        assert all(torch.equal(mine[name], its[name]) for name in mine | its)
+    logits = bench.trained(cells[0], together[0])(torch.arange(40)[None]).logits
+    assert torch.equal(logits, stages.Bench().trained(cells[0], together[0])(torch.arange(40)[None]).logits)
+    with pytest.raises(ValueError, match=r"s2 cannot train with .* s1"):
+        stages.train_together([cells[0], dataclasses.replace(cells[1], seed=2)], together, bench)
+
+
 def test_a_stopped_cell_goes_on_in_another_attempt(cells: list[Cell], text: str, home: Path) -> None:
     gdn = cells[1]
     straight, first, second = home / "0" / "x", home / "1" / "x", home / "2" / "x"
