@@ -29,7 +29,7 @@ Record = dict[str, Any]
 MEASURED, MISSING = "measured", "missing"
 CACHE_LENGTH = 32768  # tokens at which cache bytes are compared
 WHOLE = ("seed", "length", "limit", "shots", "task_seed", "samples", "tokens", "sequence_length", "batch_size",
-         "warmup_steps", "base_parameters", "new_parameters", "cache_bytes", "gpus", "window", "sinks", "lora_rank", "lora_alpha",
+         "warmup_steps", "base_parameters", "new_parameters", "cache_bytes", "window", "sinks", "lora_rank", "lora_alpha",
          "conv_kernel")  # fmt: skip
 PER_CENT = ("acc", "acc_norm", "top1")  # shares of items, shown in per cent; all other metrics as they are
 HIGHER = (*PER_CENT, "state_nats", "tokens_per_s", "prefill_tokens_per_s")  # of every other metric (kl, …) less is better

@@ -6,9 +6,11 @@ The store is migrated and the experiment made once (``prepare``) before anything
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
+import random
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_PARAM, MAX_TAG = 6000, 8000  # characters that MLflow keeps; longer values are cut by it without a word
 PAGE = 1000
+INPUT_TRIES = 8
 
 
 def prepare(experiment: str, *, uri: str | None = None) -> Tracker:
@@ -155,9 +158,12 @@ class Tracker:
             log_inputs = functools.partial(
                 self.client.log_inputs, run_id, datasets=lineage.datasets(cell, tasks), models=[self._base_models[base]]
             )
-            try:  # of two that log a new data set at once MLflow refuses one
-                log_inputs()
-            except MlflowException:  # another process was first: now it is there
+            for _ in range(INPUT_TRIES - 1):  # of those that log a new data set at once MLflow refuses all but one
+                with contextlib.suppress(MlflowException):
+                    log_inputs()
+                    break
+                time.sleep(random.uniform(0, 0.2))  # another process was first: now it is there
+            else:
                 log_inputs()
         return run_id
 

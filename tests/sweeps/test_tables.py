@@ -58,6 +58,12 @@ def test_mean_spread_gap_and_what_is_missing(store: Store) -> None:
     assert row.facts["new_parameters"] == 726030 and row.facts["minutes"] == 1.0 and row.facts["seeds"] == 3
 
 
+def test_cells_that_shared_a_card_have_a_table(store: Store) -> None:
+    """Half a GPU is no whole number."""
+    rows = [{**row, "gpus": 0.5} for row in tables.records(tables.frame(store, SWEEP))]
+    assert {row["gpus"] for row in tables.records(tables.from_records(rows))} == {0.5}
+
+
 def test_a_failed_cell_and_a_task_not_asked_for(store: Store) -> None:
     claim = store.claim(SWEEP.cells[1].train_key, new_holder())
     assert claim
