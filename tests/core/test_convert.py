@@ -143,6 +143,14 @@ def test_recipes_that_are_refused(values, message):
         Recipe(**values)
 
 
+def test_a_recipe_is_what_its_name_says():
+    for text in ("gdn 56+8 conv mass gate-bias 3 read-scale", "gla 64+0 softmax uniform:0.2", "hedgehog 0+0", "softmax"):
+        assert Recipe.parse(text).name == text
+    assert Recipe.parse("gdn read-scale 56+8 gate-bias 2.5").gate_bias == 2.5
+    with pytest.raises(ValueError, match="wants a number behind it"):
+        Recipe.parse("gdn 56+8 gate-bias")
+
+
 def test_budgets_and_layers():
     assert parse_budget("56+8") == (56, 8)
     for wrong in ("56", "8-8", "-1+0", "a+b", "0+8", "5.5+1", "", None):
