@@ -24,7 +24,7 @@ H200 = Machine.parse("8xh200")
 class Measured(Runner):
     """A runner whose cells are measured at once: LLaMA wrong, Qwen3 as published."""
 
-    def _cell(self, slot: Any, item: PlanItem) -> Outcome:
+    def _cell(self, slot: Any, item: PlanItem, together: Any) -> Outcome:
         claim = self.store.claim(item.key, new_holder())
         assert claim
         if not item.cell.is_base:
