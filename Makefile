@@ -41,8 +41,8 @@ down:  ## stop what `make up` started
 demo:  ## the whole path on a real model: up, a sweep, its table, down
 	@bash scripts/demo.sh
 
-test: $(STAMP)  ## the test suite
-	@python -m pytest
+test: $(STAMP)  ## the test suite, in two processes: what needs services (mostly waiting) beside all else
+	@python -m pytest -n 2
 
 test-faults: $(STAMP)  ## faults injected into real small sweeps
 	@python -m pytest -m faults tests/sweeps tests/integration

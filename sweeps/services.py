@@ -186,7 +186,8 @@ def _start_mlflow(say: Callable[[str], None]) -> Running:
 def _start_web(name: str, command: Callable[[int], list[str]], port: int, health: str, env: dict[str, str],
                say: Callable[[str], None]) -> Running:  # fmt: skip
     known = records().get(name)
-    if known and known.alive and _healthy(known.url + health):
+    if known and known.alive:  # on a loaded machine it may take a while to answer
+        _wait(known, lambda: _healthy(known.url + health))
         return known
     port = _free_port(urlsplit(known.url).port or port if known else port)  # where it was before, if that is free
     url = f"http://127.0.0.1:{port}"

@@ -22,7 +22,13 @@ MERGE = typer.Option("", help="sum, shared, mass; default: the mechanism's own")
 LAYERS = typer.Option("none", help="that keep softmax attention: none, uniform:0.2, list:0,5,9, hardest:0.2")
 
 
-MORE_BENCHES: dict[str, Callable[[list[str]], int]] = {}  # of packages above this one, by name
+def _plan(arguments: list[str]) -> int:
+    from sweeps.plan_bench import main
+
+    return main(arguments)
+
+
+MORE_BENCHES: dict[str, Callable[[list[str]], int]] = {"plan": _plan}  # beside those of linear_core; flows adds its own
 
 
 def add_to(app: typer.Typer) -> None:
@@ -251,7 +257,7 @@ def evaluate(
 
 def bench(
     context: typer.Context,
-    name: str = typer.Argument(help="which: mechanisms, forms, train, decode, prefill, memory, evaluate, orchestration"),
+    name: str = typer.Argument(help="which: mechanisms, forms, train, decode, prefill, memory, evaluate, plan, orchestration"),
 ) -> None:
     """Measure speed and memory on this machine against full attention; golinear bench NAME --help says more."""
     import importlib

@@ -212,7 +212,7 @@ def made_small(words: list[str], model: str) -> list[str]:
         return [*words, *shlex.split(SMALL)]
     if name == "evaluate":
         return [*words, "--tasks", "perplexity:256"]
-    if name == "bench":
+    if name == "bench" and "plan" not in words:
         return [*words, "--mechanisms", "gla", "--repeats", "1"]
     return words
 
